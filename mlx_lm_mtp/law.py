@@ -1,0 +1,242 @@
+"""The law that mlx-lm's processors and sampler draw a token from.
+
+mlx-lm hands the sampler over as a function from log-probabilities to a token. What
+``make_sampler`` built is recognised by its code and taken apart, so that the filters
+are mlx-lm's own, in mlx-lm's own order, with the temperature last. A sampler object
+may instead offer its law: a method ``law(logprobs)`` that returns the log-probs it
+draws from. Any other sampler is opaque: it can only be called.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from types import CodeType
+from typing import Any, Optional, Protocol
+
+import mlx.core as mx
+from mlx_lm import sample_utils
+
+LOWEST = -3.0e38
+
+Sampler = Callable[[mx.array], mx.array]
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+
+class Law(Protocol):
+    """Log-probs [..., V] as mlx-lm computes them, to those drawn from, in float32."""
+
+    def __call__(
+        self, logprobs: mx.array, coins: Optional[mx.array] = None
+    ) -> mx.array: ...
+
+    def draft(self, heat: float) -> "Law": ...
+
+    def on_candidates(self) -> bool: ...
+
+
+def _cells(function: Any) -> dict[str, Any]:
+    """The variables that a function closes over."""
+    names = function.__code__.co_freevars
+    cells = function.__closure__ or ()
+    return {n: c.cell_contents for n, c in zip(names, cells, strict=True)}
+
+
+def _code(function: Any) -> Optional[CodeType]:
+    return getattr(function, "__code__", None)
+
+
+def _known_filters() -> tuple[Optional[CodeType], dict[CodeType, str]]:
+    """The code of make_sampler's sampler and of the filters inside it."""
+    sampler = sample_utils.make_sampler(
+        1.0, top_p=0.5, min_p=0.5, top_k=1, xtc_probability=0.5
+    )
+    methods = _cells(sampler).get("sampling_methods", ())
+    filters = {
+        m.__code__: name
+        for m in methods
+        for name in m.__code__.co_names
+        if name.startswith("apply_")
+    }
+    return _code(sampler), filters
+
+
+_SAMPLER, _FILTERS = _known_filters()
+_PURE_PROCESSORS = {
+    _code(sample_utils.make_repetition_penalty(1.0)),
+    _code(sample_utils.make_presence_penalty(1.0)),
+    _code(sample_utils.make_frequency_penalty(1.0)),
+    *map(_code, sample_utils.make_logits_processors(logit_bias={0: 0.0})),
+}
+
+
+def is_greedy(sampler: Optional[Sampler]) -> bool:
+    """Whether the sampler is mlx-lm's argmax."""
+    return sampler is None or sampler is sample_utils.greedy_sampler
+
+
+def is_mlx_lm(sampler: Sampler) -> bool:
+    """Whether ``make_sampler`` built it: a pure function of log-probs and RNG."""
+    known = {"sampling_methods", "temp"}
+    if _code(sampler) is not _SAMPLER or set(_cells(sampler)) != known:
+        return False
+    return all(_code(m) in _FILTERS for m in _cells(sampler)["sampling_methods"])
+
+
+def is_pure(processor: LogitsProcessor) -> bool:
+    """Whether mlx-lm built this processor, which then keeps no state between calls.
+
+    A processor of unknown origin may: it is called once for each emitted token, in
+    order, as in plain decoding.
+    """
+    return _code(processor) in _PURE_PROCESSORS
+
+
+def law_of(sampler: Sampler) -> Optional[Law]:
+    """The law a sampler draws from, or None if it is opaque."""
+    if callable(getattr(sampler, "law", None)):
+        return OfferedLaw(sampler)
+    if not is_mlx_lm(sampler):
+        return None
+    cells = _cells(sampler)
+    filters = tuple((_FILTERS[m.__code__], m) for m in cells["sampling_methods"])
+    return ChainLaw(filters, cells["temp"])
+
+
+@dataclass(frozen=True)
+class OfferedLaw:
+    """The law of a sampler object that tells it."""
+
+    sampler: Any
+
+    def __call__(
+        self, logprobs: mx.array, coins: Optional[mx.array] = None
+    ) -> mx.array:
+        return log_softmax(self.sampler.law(logprobs))
+
+    def draft(self, heat: float) -> Law:
+        return self
+
+    def on_candidates(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class ChainLaw:
+    """The law of a sampler that ``make_sampler`` built."""
+
+    filters: tuple[tuple[str, Callable[[mx.array], mx.array]], ...]
+    temp: float
+
+    def __call__(
+        self, logprobs: mx.array, coins: Optional[mx.array] = None
+    ) -> mx.array:
+        """Filter and heat.
+
+        Args:
+            logprobs: [..., V], normalised, in the model's dtype.
+            coins: [..., 1] uniform draws, one per position, that decide XTC.
+        """
+        for name, apply in self.filters:
+            if name == "apply_xtc":
+                logprobs = _apply_xtc(apply, logprobs, coins)
+            elif name != "apply_top_k" or _cells(apply)["top_k"] < logprobs.shape[-1]:
+                # Among fewer candidates than k, top-k keeps every one.
+                logprobs = apply(logprobs)
+        return log_softmax(logprobs * (1.0 / self.temp))
+
+    def draft(self, heat: float) -> Law:
+        """The law for drafts, at ``heat`` times the temperature."""
+        return replace(self, temp=self.temp * heat)
+
+    def on_candidates(self) -> bool:
+        """Whether it can be applied to a subset that holds all of the mass.
+
+        XTC spares some tokens by their id, so it needs the whole vocabulary.
+        """
+        return all(name != "apply_xtc" for name, _ in self.filters)
+
+
+def _apply_xtc(
+    apply: Any, logprobs: mx.array, coins: Optional[mx.array]
+) -> mx.array:
+    # mlx-lm draws one coin for all rows of a call, which would tie the positions of
+    # a round together. At probability 1 its coin always falls the same way.
+    cells = _cells(apply)
+    excluded = sample_utils.apply_xtc(
+        logprobs, 1.0, cells["xtc_threshold"], cells["xtc_special_tokens"]
+    )
+    assert coins is not None
+    return mx.where(coins > cells["xtc_probability"], logprobs, excluded)
+
+
+def log_softmax(logits: mx.array) -> mx.array:
+    """Normalised float32 log-probabilities over the last axis.
+
+    A row without any possible token stays all -inf.
+    """
+    logits = logits.astype(mx.float32)
+    return logits - mx.maximum(logsumexp(logits), LOWEST)
+
+
+def logsumexp(x: mx.array) -> mx.array:
+    """Float32 logsumexp over the last axis, kept, accurate for large vocabularies."""
+    return mx.logsumexp(mx.logsumexp(_fold(x, -mx.inf), axis=-1), -1, keepdims=True)
+
+
+def total(x: mx.array) -> mx.array:
+    """Float32 sum over the last axis, accurate for large vocabularies."""
+    return _fold(x, 0.0).sum(axis=-1).sum(axis=-1)
+
+
+def _fold(x: mx.array, filling: float) -> mx.array:
+    """Split the last axis in two of about equal length.
+
+    One running float32 sum over 262,144 entries loses three digits on the CPU.
+    """
+    size = x.shape[-1]
+    side = math.isqrt(size - 1) + 1 if size > 1 else 1
+    while size % side and side * side < 4 * size:
+        side += 1
+    if size % side:
+        pad = [(0, 0)] * (x.ndim - 1) + [(0, -size % side)]
+        x = mx.pad(x, pad, constant_values=filling)
+    return x.reshape(*x.shape[:-1], -1, side)
+
+
+def normalise(logits: mx.array) -> mx.array:
+    """Log-probabilities [..., V] exactly as mlx-lm computes and reports them."""
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def process(
+    processors: Iterable[LogitsProcessor], history: Optional[mx.array], row: mx.array
+) -> mx.array:
+    """Apply processors to one row [1, V] after a history of tokens [n]."""
+    if history is not None and history.size:
+        for processor in processors:
+            row = processor(history, row)
+    return row
+
+
+def process_rows(
+    processors: Sequence[LogitsProcessor],
+    history: mx.array,
+    drafts: mx.array,
+    logits: mx.array,
+) -> mx.array:
+    """Apply pure processors at each position of a round.
+
+    Args:
+        processors: Processors without state.
+        history: [n] prompt and everything emitted, the seed token last.
+        drafts: [1, K]
+        logits: [1, K + 1, V]
+    """
+    if not processors:
+        return logits
+    path = mx.concatenate([history, drafts[0].astype(history.dtype)])
+    rows = [
+        process(processors, path[: history.size + i], logits[:, i])
+        for i in range(logits.shape[1])
+    ]
+    return mx.stack(rows, axis=1)

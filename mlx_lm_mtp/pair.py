@@ -1,0 +1,235 @@
+"""Load a drafter and check that it fits its target, or say why not."""
+
+import importlib
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Optional
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.models
+from huggingface_hub.errors import HFValidationError
+from mlx_lm.utils import _download, load_model
+
+from .rounds import MTPError
+from .target import Target
+
+MODELS_PATH = str(Path(__file__).parent / "models")
+MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+
+
+def register_models() -> None:
+    """Let mlx-lm find our model files, after its own."""
+    if MODELS_PATH not in mlx_lm.models.__path__:
+        mlx_lm.models.__path__.append(MODELS_PATH)
+
+
+def unregister_models() -> None:
+    """Undo ``register_models``."""
+    if MODELS_PATH in mlx_lm.models.__path__:
+        mlx_lm.models.__path__.remove(MODELS_PATH)
+
+
+def _classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    """Our model classes, also where mlx-lm has its own of the same name."""
+    name = "gemma4_assistant"
+    file = Path(MODELS_PATH, f"{name}.py")
+    qualified = f"mlx_lm.models.{name}"
+    try:
+        module = importlib.import_module(qualified)
+    except ModuleNotFoundError:
+        module = None
+    if module is None or Path(module.__file__ or "") != file:
+        spec = importlib.util.spec_from_file_location(qualified, file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module.Model, module.ModelArgs
+
+
+def is_drafter(model: Any) -> bool:
+    """Whether a loaded model is a drafter of ours."""
+    return getattr(model, "model_type", None) in MODEL_TYPES and hasattr(
+        model, "candidates"
+    )
+
+
+def find_assistant(path_or_repo: str) -> Path:
+    """The local folder of a drafter, downloaded if need be.
+
+    Only reads ``config.json`` and looks for the weights' files, so that a wrong path
+    is refused before a large target is loaded.
+
+    Raises:
+        MTPError: If there is no usable drafter at this place.
+    """
+    folder = _resolve(path_or_repo)
+    config = _read_config(folder)
+    found = config.get("model_type")
+    if found not in MODEL_TYPES:
+        raise MTPError(
+            f"{folder} holds a {found!r} model, --mtp-assistant needs a Gemma 4 "
+            f"assistant ({' or '.join(MODEL_TYPES)})"
+        )
+    if not list(folder.glob("model*.safetensors")):
+        raise MTPError(
+            f"no model*.safetensors in {folder}: the assistant's weights are missing, "
+            "download them again"
+        )
+    for missing in _missing_shards(folder):
+        raise MTPError(
+            f"{folder} lacks {missing}, which its index names: "
+            "download the assistant again"
+        )
+    return folder
+
+
+def _resolve(path_or_repo: str) -> Path:
+    path = Path(path_or_repo).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise MTPError(
+            f"{path} is a file, an assistant is a folder with config.json and "
+            "model.safetensors"
+        )
+    try:
+        return Path(_download(str(path_or_repo)))
+    except HFValidationError as e:
+        raise MTPError(
+            f"there is no folder {path_or_repo!r}, and it is no name of a Hugging "
+            "Face repository either"
+        ) from e
+    except (OSError, ValueError) as e:
+        # huggingface_hub's errors are OSErrors, and offline mode a ValueError.
+        reason = str(e).strip().split("\n")[0]
+        raise MTPError(
+            f"there is no folder {path_or_repo!r}, and fetching it from the Hugging "
+            f"Face hub failed: {reason}"
+        ) from e
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    if not file.exists():
+        raise MTPError(
+            f"no config.json in {folder}: an assistant is a folder with config.json "
+            "and model.safetensors"
+        )
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as e:
+        raise MTPError(f"{file} is not valid JSON: {e}") from e
+    if not isinstance(config, dict):
+        raise MTPError(f"{file} holds no configuration")
+    return config
+
+
+def _missing_shards(folder: Path) -> Iterator[str]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = json.loads(index.read_text()).get("weight_map", {}).values()
+        yield from sorted({n for n in names if not (folder / n).exists()})
+
+
+def load_assistant(path_or_repo: str, model: nn.Module) -> nn.Module:
+    """Load a Gemma 4 drafter for a target. No tokenizer files are needed.
+
+    Args:
+        path_or_repo: A local folder or a Hugging Face repository.
+        model: The target, as ``mlx_lm.load`` returned it.
+
+    Returns:
+        The drafter. It holds no state of a generation, several may share it.
+
+    Raises:
+        ValueError: If there is no drafter there, or it does not fit the target; one
+            line that names what was found and what is needed.
+    """
+    target = Target(model)
+    folder = find_assistant(path_or_repo)
+    config = _read_config(folder)
+    try:
+        args = _classes(config)[1].from_dict(config)
+    except (TypeError, ValueError, KeyError) as e:
+        raise MTPError(f"the assistant's config.json is not usable: {e}") from e
+    for misfit in misfits(args, target):
+        raise MTPError(f"the assistant in {folder} does not fit this target: {misfit}")
+    target.check_head()
+    drafter = _load_weights(folder)
+    _check_ordering(drafter, folder)
+    return drafter
+
+
+def _load_weights(folder: Path) -> nn.Module:
+    try:
+        drafter, _ = load_model(folder, get_model_classes=_classes)
+    except (ValueError, RuntimeError, KeyError) as e:
+        reason = " ".join(str(e).split())
+        raise MTPError(
+            f"the assistant's weights in {folder} do not match its config.json or "
+            f"are damaged: {reason[:300]}"
+        ) from e
+    return drafter
+
+
+def _check_ordering(drafter: nn.Module, folder: Path) -> None:
+    if not drafter.args.use_ordered_embeddings:
+        return
+    ordering = mx.sort(drafter.masked_embedding.token_ordering)
+    if not mx.array_equal(ordering, mx.arange(ordering.size)):
+        raise MTPError(
+            f"token_ordering in {folder} is not a permutation of the vocabulary: "
+            "the conversion damaged it, convert the assistant again"
+        )
+
+
+def check_pair(drafter: nn.Module, target: Target) -> None:
+    """Refuse a loaded drafter that does not fit.
+
+    Raises:
+        MTPError: One line that names what was found and what is needed.
+    """
+    for misfit in misfits(drafter.args, target):
+        raise MTPError(f"the assistant does not fit this target: {misfit}")
+
+
+def misfits(args: Any, target: Target) -> Iterator[str]:
+    """Why a drafter with these arguments cannot draft for the target, if so."""
+    text = args.text
+    numbers = {
+        "backbone_hidden_size": (args.backbone_hidden_size, target.hidden_size),
+        "vocab_size": (text.vocab_size, target.vocab_size),
+        "sliding_window": (text.sliding_window, target.window),
+    }
+    for name, (found, needed) in numbers.items():
+        if found != needed:
+            yield f"its {name} is {found}, the target needs {needed}"
+    shapes = target.kv_shapes()
+    for kind in sorted(set(text.layer_types)):
+        yield from _attention_misfit(text, kind, shapes.get(kind))
+
+
+def _attention_misfit(
+    text: Any, kind: str, shared: Optional[tuple[int, int]]
+) -> Iterator[str]:
+    if shared is None:
+        yield f"it needs K/V of {kind} layers, the target has none"
+        return
+    heads, head_dim = shared
+    full = kind == "full_attention"
+    found_dim = (text.global_head_dim if full else None) or text.head_dim
+    if found_dim != head_dim:
+        yield f"its {kind} head size is {found_dim}, the target's is {head_dim}"
+    found_heads = text.num_key_value_heads
+    if full and text.attention_k_eq_v and text.num_global_key_value_heads:
+        found_heads = text.num_global_key_value_heads
+    if found_heads != heads:
+        yield f"it expects {found_heads} {kind} K/V heads, the target has {heads}"
+    if text.num_attention_heads % heads:
+        yield (
+            f"its {text.num_attention_heads} query heads do not share the target's "
+            f"{heads} {kind} K/V heads evenly"
+        )

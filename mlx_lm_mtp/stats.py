@@ -1,0 +1,56 @@
+"""What happened in a generation, per round and per draft position."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class MTPStats:
+    """Counts of one generation; pass one to ``mtp_generate_step`` to have it filled.
+
+    Attributes:
+        tokens: Tokens that rounds decided. The first token comes with the prompt and
+            is not counted.
+        rounds: Forwards of the target after the prompt.
+        drafted: How many rounds drafted at least i + 1 tokens, for each i.
+        accepted: How many rounds accepted at least i + 1 drafts, for each i.
+    """
+
+    tokens: int = 0
+    rounds: int = 0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """Count a round that drafted and accepted so many tokens."""
+        self.rounds += 1
+        self.tokens += accepted + 1
+        missing = drafted - len(self.drafted)
+        self.drafted += [0] * missing
+        self.accepted += [0] * missing
+        for i in range(drafted):
+            self.drafted[i] += 1
+            self.accepted[i] += i < accepted
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Mean tokens per forward of the target."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def drafts_per_round(self) -> float:
+        """Mean drafted tokens per round."""
+        return sum(self.drafted) / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Share of the rounds that drafted a position that also accepted it."""
+        return [a / d for a, d in zip(self.accepted, self.drafted, strict=True)]
+
+    def summary(self) -> str:
+        """One line for people."""
+        shares = " ".join(f"{share:.0%}" for share in self.acceptance) or "none"
+        return (
+            f"MTP: {self.tokens_per_forward:.2f} tokens per target forward, "
+            f"accepted by position {shares}, "
+            f"{self.drafts_per_round:.2f} drafts per round"
+        )

@@ -1,0 +1,115 @@
+"""The inside of mlx-lm's Gemma 4. No other file names its attributes."""
+
+from typing import Any, Optional
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.gemma4_text import logit_softcap
+
+from .cache import valid_kv
+from .rounds import MTPError
+
+MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified")
+
+
+class Target:
+    """A Gemma 4 seen the way a drafter needs it.
+
+    Args:
+        model: A model loaded by mlx-lm.
+
+    Raises:
+        MTPError: If the model is not a Gemma 4.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        text = getattr(model, "language_model", model)
+        found = getattr(model, "model_type", type(model).__name__)
+        if found not in MODEL_TYPES or not hasattr(text, "model"):
+            raise MTPError(
+                f"the target is a {found!r} model; MTP needs a Gemma 4 "
+                f"({', '.join(MODEL_TYPES)}): load one, or drop the assistant"
+            )
+        self.model = model
+        self._text = text
+        self._inner = text.model
+        self.config = text.args
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def window(self) -> int:
+        return self.config.sliding_window
+
+    def owners(self) -> list[nn.Module]:
+        """The layers that own a cache, in the order of the caches."""
+        shared = self.config.num_kv_shared_layers
+        return self._inner.layers[: len(self._inner.layers) - shared]
+
+    def kv_shapes(self) -> dict[str, tuple[int, int]]:
+        """K/V heads and head size that each attention type shares."""
+        return {
+            layer.layer_type: (layer.self_attn.n_kv_heads, layer.self_attn.head_dim)
+            for layer in self.owners()
+        }
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Scaled input embeddings of tokens [B, L]: [B, L, H]."""
+        return self._inner.embed_tokens(tokens) * self._inner.embed_scale
+
+    def hidden(
+        self,
+        tokens: mx.array,
+        cache: Optional[list[Any]],
+        input_embeddings: Optional[mx.array] = None,
+    ) -> mx.array:
+        """Read tokens [B, L] into the cache.
+
+        Returns:
+            Hidden states after the final norm, [B, L, H].
+        """
+        return self._inner(tokens, cache=cache, input_embeddings=input_embeddings)
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """The head: [B, L, H] to softcapped logits [B, L, V]."""
+        if self._text.tie_word_embeddings:
+            out = self._inner.embed_tokens.as_linear(hidden)
+        else:
+            out = self._text.lm_head(hidden)
+        softcap = self._text.final_logit_softcapping
+        return out if softcap is None else logit_softcap(softcap, out)
+
+    def shared_kv(self, caches: list[Any]) -> dict[str, tuple[mx.array, mx.array]]:
+        """Keys and values that the drafter attends to, per attention type.
+
+        They are views of the caches: hold them while the caches are written and MLX
+        must copy every buffer.
+        """
+        last = {
+            layer.layer_type: cache
+            for layer, cache in zip(self.owners(), caches, strict=True)
+        }
+        return {
+            kind: valid_kv(cache, self.window if kind == "sliding_attention" else None)
+            for kind, cache in last.items()
+        }
+
+    def check_head(self) -> None:
+        """Make sure that ``logits(hidden(x))`` is what the model itself computes.
+
+        Raises:
+            MTPError: If this mlx-lm computes its logits in another way.
+        """
+        token = mx.zeros((1, 1), mx.int32)
+        ours = self.logits(self.hidden(token, None))
+        if not mx.array_equal(ours, self.model(token), equal_nan=True):
+            raise MTPError(
+                "this mlx-lm computes Gemma 4's logits in a way that mlx-lm-mtp does "
+                "not know; run without the assistant and report both versions"
+            )
