@@ -1,59 +1,48 @@
 """Load a drafter and check that it fits its target, or say why not."""
 
+import functools
 import importlib
 import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Optional
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm.models
 from huggingface_hub.errors import HFValidationError
 from mlx_lm.utils import _download, load_model
 
 from .rounds import MTPError
 from .target import Target
 
-MODELS_PATH = str(Path(__file__).parent / "models")
+MODEL_FILE = Path(__file__).parent / "models" / "gemma4_assistant.py"
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
 
-def register_models() -> None:
-    """Let mlx-lm find our model files, after its own."""
-    if MODELS_PATH not in mlx_lm.models.__path__:
-        mlx_lm.models.__path__.append(MODELS_PATH)
-
-
-def unregister_models() -> None:
-    """Undo ``register_models``."""
-    if MODELS_PATH in mlx_lm.models.__path__:
-        mlx_lm.models.__path__.remove(MODELS_PATH)
+@functools.cache
+def _model_file() -> ModuleType:
+    """Our model file, also where mlx-lm has one of the same name or cannot find ours."""
+    name = f"mlx_lm.models.{MODEL_FILE.stem}"
+    found = importlib.util.find_spec(name)
+    if found is not None and found.origin == str(MODEL_FILE):
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(name, MODEL_FILE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _classes(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Our model classes, also where mlx-lm has its own of the same name."""
-    name = "gemma4_assistant"
-    file = Path(MODELS_PATH, f"{name}.py")
-    qualified = f"mlx_lm.models.{name}"
-    try:
-        module = importlib.import_module(qualified)
-    except ModuleNotFoundError:
-        module = None
-    if module is None or Path(module.__file__ or "") != file:
-        spec = importlib.util.spec_from_file_location(qualified, file)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module.Model, module.ModelArgs
+    return _model_file().Model, _model_file().ModelArgs
 
 
 def is_drafter(model: Any) -> bool:
     """Whether a loaded model is a drafter of ours."""
-    return getattr(model, "model_type", None) in MODEL_TYPES and hasattr(
-        model, "candidates"
-    )
+    ours = getattr(model, "model_type", None) in MODEL_TYPES
+    return ours and hasattr(model, "candidates")
 
 
 def find_assistant(path_or_repo: str) -> Path:
