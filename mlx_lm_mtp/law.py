@@ -203,6 +203,12 @@ def _fold(x: mx.array, filling: float) -> mx.array:
     return x.reshape(*x.shape[:-1], -1, side)
 
 
+def seed_of(state: mx.array) -> int:
+    """The seed that puts MLX's generator into a state it was seen in."""
+    high, low = state.tolist()
+    return int(high) << 32 | int(low)
+
+
 def normalise(logits: mx.array) -> mx.array:
     """Log-probabilities [..., V] exactly as mlx-lm computes and reports them."""
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

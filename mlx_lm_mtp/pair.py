@@ -14,6 +14,7 @@ import mlx.nn as nn
 from huggingface_hub.errors import HFValidationError
 from mlx_lm.utils import _download, load_model
 
+from .law import seed_of
 from .rounds import MTPError
 from .target import Target
 
@@ -153,6 +154,9 @@ def load_assistant(path_or_repo: str, model: nn.Module) -> nn.Module:
 
 
 def _load_weights(folder: Path) -> nn.Module:
+    # Building a model draws its initial weights: a seed that was set before must give
+    # the same text as without a drafter.
+    seed = seed_of(mx.random.state[0])
     try:
         drafter, _ = load_model(folder, get_model_classes=_classes)
     except (ValueError, RuntimeError, KeyError) as e:
@@ -161,6 +165,8 @@ def _load_weights(folder: Path) -> nn.Module:
             f"the assistant's weights in {folder} do not match its config.json or "
             f"are damaged: {reason[:300]}"
         ) from e
+    finally:
+        mx.random.seed(seed)
     return drafter
 
 

@@ -24,6 +24,7 @@ from .law import (
     normalise,
     process,
     process_rows,
+    seed_of,
 )
 from .propose import Drawn
 from .rounds import Draft, MTPError, Verdict
@@ -252,7 +253,7 @@ class _RandomTape:
     """The states that mlx-lm's generator passes through, one per emitted token."""
 
     def __init__(self) -> None:
-        self._start = _state_number(mx.random.state[0])
+        self._start = seed_of(mx.random.state[0])
         self.marks: list[mx.array] = []
 
     def rewind(self) -> None:
@@ -267,14 +268,8 @@ class _RandomTape:
     def cut(self, tokens: int) -> None:
         """Go on from the state after so many tokens of this round."""
         if tokens:
-            self._start = _state_number(self.marks[tokens - 1])
+            self._start = seed_of(self.marks[tokens - 1])
         self.rewind()
-
-
-def _state_number(state: mx.array) -> int:
-    """The seed that puts MLX's generator into this state."""
-    high, low = state.tolist()
-    return int(high) << 32 | int(low)
 
 
 def _pick(index: mx.array, ids: Optional[mx.array]) -> mx.array:
