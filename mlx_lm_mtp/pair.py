@@ -14,7 +14,7 @@ import mlx.nn as nn
 from huggingface_hub.errors import HFValidationError
 from mlx_lm.utils import _download, load_model
 
-from .law import seed_of
+from .law import random_state, seed_of
 from .rounds import MTPError
 from .target import Target
 
@@ -24,7 +24,7 @@ MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
 @functools.cache
 def _model_file() -> ModuleType:
-    """Our model file, also where mlx-lm has one of the same name or cannot find ours."""
+    """Our model file, also where mlx-lm has its own or cannot find ours."""
     name = f"mlx_lm.models.{MODEL_FILE.stem}"
     found = importlib.util.find_spec(name)
     if found is not None and found.origin == str(MODEL_FILE):
@@ -156,7 +156,7 @@ def load_assistant(path_or_repo: str, model: nn.Module) -> nn.Module:
 def _load_weights(folder: Path) -> nn.Module:
     # Building a model draws its initial weights: a seed that was set before must give
     # the same text as without a drafter.
-    seed = seed_of(mx.random.state[0])
+    seed = seed_of(random_state())
     try:
         drafter, _ = load_model(folder, get_model_classes=_classes)
     except (ValueError, RuntimeError, KeyError) as e:

@@ -69,7 +69,7 @@ def _finder() -> Optional[_Finder]:
 def activate() -> None:
     """Called at start-up: watch for mlx-lm, unless MLX_LM_MTP_DISABLE=1."""
     if os.environ.get("MLX_LM_MTP_DISABLE", "0") in ("", "0") and _finder() is None:
-        sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _Finder())
 
 
 def enable() -> None:
@@ -84,7 +84,7 @@ def enable() -> None:
     from ..rounds import MTPError
 
     if _finder() is None:
-        sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _Finder())
     for name in SEAMS:
         if name in sys.modules:
             _try(sys.modules[name])
@@ -98,7 +98,7 @@ def disable() -> None:
     """Take MTP out of mlx-lm: every name is again what it was. Idempotent."""
     finder = _finder()
     if finder is not None:
-        sys.meta_path.remove(finder)  # type: ignore[arg-type]
+        sys.meta_path.remove(finder)
     _failures.clear()
     if "mlx_lm" in sys.modules:
         from . import patch

@@ -28,11 +28,6 @@ class AssistantPath(str):
 
     options: dict[str, Any]
 
-    def __new__(cls, path: str, options: dict[str, Any]) -> "AssistantPath":
-        self = super().__new__(cls, path)
-        self.options = options
-        return self
-
     def drafting(self, drafter: Any) -> Drafting:
         """The loaded drafter with these options."""
         return Drafting(drafter, self.options)
@@ -107,10 +102,11 @@ def _checked(parsed: argparse.Namespace) -> AssistantPath:
         )
     if problem:
         refuse(problem)
-    options = {}
-    if parsed.mtp_verification is not None:
-        options["verification"] = parsed.mtp_verification
     try:
-        return AssistantPath(str(find_assistant(parsed.mtp_assistant)), options)
+        path = AssistantPath(find_assistant(parsed.mtp_assistant))
     except MTPError as e:
         refuse(e)
+    path.options = {}
+    if parsed.mtp_verification is not None:
+        path.options["verification"] = parsed.mtp_verification
+    return path

@@ -97,9 +97,9 @@ def _replace(module: ModuleType, wrappers: dict[str, Callable[[Any], Any]]) -> N
 def _rebind(name: str, old: Any, new: Any) -> None:
     """Follow ``from .generate import name`` in mlx-lm's other modules."""
     for key, module in list(sys.modules.items()):
-        if key == "mlx_lm" or key.startswith("mlx_lm."):
-            if module is not None and module.__dict__.get(name) is old:
-                setattr(module, name, new)
+        ours = key == "mlx_lm" or key.startswith("mlx_lm.")
+        if ours and module is not None and module.__dict__.get(name) is old:
+            setattr(module, name, new)
 
 
 def _drafting(draft_model: Any) -> Optional[Drafting]:
@@ -168,6 +168,7 @@ def _wrap_load(original: Any) -> Any:
             from ..pair import load_assistant
 
             model, tokenizer = (ref() for ref in last)
+            assert model is not None
             drafter = load_assistant(path_or_hf_repo, model)
             return path_or_hf_repo.drafting(drafter), tokenizer
         loaded = original(path_or_hf_repo, *args, **kwargs)
