@@ -200,7 +200,7 @@ def _fold(x: mx.array, filling: float) -> mx.array:
     if size % side:
         pad = [(0, 0)] * (x.ndim - 1) + [(0, -size % side)]
         x = mx.pad(x, pad, constant_values=filling)
-    return x.reshape(*x.shape[:-1], -1, side)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // side, side)
 
 
 def normalise(logits: mx.array) -> mx.array:
