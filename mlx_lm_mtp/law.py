@@ -179,7 +179,8 @@ def log_softmax(logits: mx.array) -> mx.array:
 
 def logsumexp(x: mx.array) -> mx.array:
     """Float32 logsumexp over the last axis, kept, accurate for large vocabularies."""
-    return mx.logsumexp(mx.logsumexp(_fold(x, -mx.inf), axis=-1), -1, keepdims=True)
+    x = _fold(x.astype(mx.float32), -mx.inf)
+    return mx.logsumexp(mx.logsumexp(x, axis=-1), axis=-1, keepdims=True)
 
 
 def total(x: mx.array) -> mx.array:

@@ -6,14 +6,17 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+import reference
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm_mtp import verify
-from mlx_lm_mtp.law import log_softmax
-
-import reference
+from mlx_lm.sample_utils import make_sampler
 from reference import MUTANTS, Outcome, World, expected_accepted, law_error
 from strategies import make_world, worlds
+
+from mlx_lm_mtp import rule, verify
+from mlx_lm_mtp.law import law_of, log_softmax, logsumexp, total
+from mlx_lm_mtp.propose import Drawn
+from mlx_lm_mtp.rounds import Draft
 
 SPEC = {"token": reference.token, "block": reference.block}
 SHIPPED = {"token": verify.token, "block": verify.block}
@@ -352,22 +355,95 @@ def test_memory_is_a_few_rows(name, rows):
 # The random numbers of a round: two rounds in a row, counted.
 
 
-class Reused(rule.Residual):
+TRIALS = 200_000
+
+
+def two_rounds(judge_by, world):
+    """Counts of the first four tokens [16]; a prefix is its bits after a leading 1."""
+    p, q = (logs(np.concatenate([[[1, 1]], *laws])) for laws in (world.p, world.q))
+    at = mx.ones(TRIALS, mx.int32)
+    for _ in range(2):
+        judge_by.begin(2)
+        heads, drawn = [at], []
+        for _ in range(2):
+            judge_by.at = heads[-1]
+            drawn.append(judge_by.draw(None, q[heads[-1]]))
+            heads.append(2 * heads[-1] + drawn[-1].token.astype(mx.int32))
+        path, laws = (
+            mx.stack(part, 1) for part in zip(*(d[:2] for d in drawn), strict=True)
+        )
+        heads = mx.stack(heads, 1)
+        verdict = judge_by.judge(Draft(path, laws), p[heads])
+        at = mx.take_along_axis(heads, verdict.accepted[:, None], 1)[:, 0]
+        at = 2 * at + verdict.token.astype(mx.int32)
+    return four_tokens(np.array(at), world)
+
+
+def four_tokens(at, world):
+    """Cut to four tokens, or go on as plain decoding does, and count."""
+    ones = np.concatenate([[0], *(p[:, 1] for p in world.p)])
+    coins = np.random.default_rng(5).random((3, len(at)))
+    for coin in coins:
+        at = np.where(at < 16, 2 * at + (coin < ones[np.minimum(at, 15)]), at)
+        at = np.where(at >= 32, at // 2, at)
+    return np.bincount(at, minlength=32)[16:]
+
+
+def chi_square(counts, law):
+    expected = law * counts.sum()
+    return ((counts - expected) ** 2 / expected).sum()
+
+
+class ReusedNoise(rule.Residual):
     """Wrong: the residual's noise is the first draft's."""
 
     def begin(self, num):
         super().begin(num)
-        noise = mx.random.split(self._gumbel_key, num)
-        self._noise = iter([self._gumbel_key, *noise[1:]])
+        first, *others = self._noise
+        self._noise, self._gumbel_key = iter([first, *others]), first
 
 
-class Positioned(rule.Residual):
-    """Wrong: a draft's noise is its position's, whichever the round."""
+class ReusedCoin(rule.Residual):
+    """Wrong: the first coin falls as the first draft was drawn."""
 
     def begin(self, num):
         super().begin(num)
-        self._at = getattr(self, "_at", mx.zeros((1, 1), mx.int32))
-        self._all = mx.random.gumbel((ROWS, 5, 2), key=mx.random.key(9))
+        first, *others = self._noise
+        self._noise, self._uniform_key = iter([first, *others]), first
+
+
+class NoiseByPosition(rule.Residual):
+    """Wrong: a discarded draft's noise comes back when its position does."""
 
     def draw(self, ids, logits):
-        ...
+        noise = mx.random.gumbel((TRIALS, 6, 2), key=mx.random.key(9))
+        depth = mx.log2(self.at.astype(mx.float32) + 0.5).astype(mx.int32)
+        logprobs = self._draft_law(logits)
+        here = mx.take_along_axis(noise, depth[:, None, None], 1)[:, 0]
+        return Drawn(verify.draw(logprobs, here), logprobs)
+
+
+def smooth_world(seed):
+    rng = np.random.default_rng(seed)
+    p, q = ([rng.dirichlet((1, 1), 2**n) for n in range(7)] for _ in range(2))
+    return World(p, q, [])
+
+
+def deviation(kind, name, seed, monkeypatch):
+    """Chi-square, 15 degrees of freedom, of two rounds under a rule."""
+    monkeypatch.setattr(rule, "_read", lambda _, verdict, *__: verdict)
+    mx.random.seed(seed)
+    world = smooth_world(seed)
+    counts = two_rounds(kind(law_of(make_sampler(1.0)), (), 2, name, 1.0), world)
+    return chi_square(counts, reference.target_law(World(world.p[:4], [], [])))
+
+
+@RULES
+@pytest.mark.parametrize("seed", range(3))
+def test_two_rounds_keep_the_law(name, seed, monkeypatch):
+    assert deviation(rule.Residual, name, seed, monkeypatch) < 45  # p = 8e-5
+
+
+@pytest.mark.parametrize("kind", [ReusedNoise, ReusedCoin, NoiseByPosition])
+def test_reused_random_numbers_are_caught(kind, monkeypatch):
+    assert deviation(kind, "block", 3, monkeypatch) > 200
