@@ -93,13 +93,17 @@ def target_law(world: World) -> np.ndarray:
     return law
 
 
-def emitted(world: World, rule: Rule) -> np.ndarray:
-    """The law of the first K + 1 tokens under a rule, plain decoding after a round."""
+def emitted(world: World, rule: Rule, after: Optional[World] = None) -> np.ndarray:
+    """The law of the first K + 1 tokens under a rule, plain decoding after a round.
+
+    With ``after``, plain decoding goes on in that world.
+    """
     all_paths, size, depth = paths(world), world.vocab, world.depth
+    after = after or world
     stops, nexts = rule(*all_paths[2:])
     law = np.zeros(1)
     for n in range(depth + 1):
-        law = (law[:, None] * world.p[n]).reshape(-1, size)
+        law = (law[:, None] * after.p[n]).reshape(-1, size)
         heads = all_paths.numbers // size ** (depth - n)
         mass = (all_paths.chances * stops[:, n])[:, None] * nexts[:, n]
         np.add.at(law, heads, mass)

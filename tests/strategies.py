@@ -2,7 +2,6 @@
 
 import numpy as np
 from hypothesis import strategies as st
-
 from reference import World
 
 WEIGHTS = (0, 0, 1e-6, 0.05, 0.3, 1, 1, 5)

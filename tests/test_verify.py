@@ -1,5 +1,6 @@
 """Verification keeps the law of the target: proved, then counted, edge by edge."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.sample_utils import make_sampler
 from reference import MUTANTS, Outcome, World, expected_accepted, law_error
-from strategies import make_world, worlds
+from strategies import KINDS, make_world, worlds
 
 from mlx_lm_mtp import rule, verify
 from mlx_lm_mtp.law import law_of, log_softmax, logsumexp, total
@@ -95,6 +96,33 @@ def test_greedy_drafts_told_as_sampled_are_caught(name):
     ]
     errors = [law_error(world, SPEC[name]) for world in greedy]
     assert max(errors) > 1e-1, errors
+
+
+def coin_error(name, kind, patterns):
+    """The error where a coin at each position picks one of two worlds, as XTC's does.
+
+    Of the coins past the emitted tokens nothing may remain: those are thrown again.
+    """
+    both = [make_world(seed, 2, 3, kind, "never") for seed in (4, 5)]
+    mixed = [(p + r) / 2 for p, r in zip(*(w.p for w in both), strict=True)]
+    mixture, law = World(mixed, both[0].q, both[0].stop), 0
+    for coins in patterns:
+        p = [both[c].p[n] for n, c in enumerate(coins)]
+        q = [both[c].q[n] for n, c in enumerate(coins[:-1])]
+        world = World(p, q, mixture.stop)
+        law = law + reference.emitted(world, SPEC[name], mixture) / len(patterns)
+    return abs(law - reference.target_law(mixture)).sum() / 2
+
+
+@RULES
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_coin_for_each_position_keeps_the_law(name, kind):
+    assert coin_error(name, kind, list(itertools.product((0, 1), repeat=4))) < 1e-12
+
+
+@RULES
+def test_a_coin_for_all_positions_is_caught(name):
+    assert coin_error(name, "dense", [(0,) * 4, (1,) * 4]) > 1e-2
 
 
 # How much is accepted.
