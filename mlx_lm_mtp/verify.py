@@ -104,7 +104,7 @@ def block_terms(
         _residual(inner[..., None], draft_logprobs[:, 1:], target_logprobs[:, 1:num])
     )
     whole = mass - mx.expm1(inner)
-    h = mx.where(whole > 0, mass / mx.where(whole > 0, whole, 1.0), 1.0)
+    h = mx.where(whole > 0, mass / mx.maximum(whole, TINY), 1.0)
     return Terms(mx.concatenate([h, mx.exp(prefix[:, 1:])[:, -1:]], axis=1), prefix)
 
 
@@ -129,8 +129,7 @@ def follow(
 
 def draw(logs: mx.array, gumbel: mx.array) -> mx.array:
     """Gumbel-max. Noise of -inf, which MLX can draw, must not level the impossible."""
-    noisy = logs + mx.maximum(gumbel, FAINTEST)
-    return mx.argmax(mx.where(logs > -mx.inf, noisy, -mx.inf), axis=-1)
+    return mx.argmax(logs + mx.maximum(gumbel, FAINTEST), axis=-1)
 
 
 def _leading(passes: mx.array) -> mx.array:
@@ -152,9 +151,8 @@ def _ratio_logs(
     num = drafts.shape[1]
     p = mx.take_along_axis(target_logprobs[:, :num], ids, axis=-1).squeeze(-1)
     q = mx.take_along_axis(draft_logprobs, ids, axis=-1).squeeze(-1)
-    possible = mx.isfinite(p) & mx.isfinite(q)
-    ratio = mx.where(possible, p, 0.0) - mx.where(possible, q, 0.0)
-    return mx.where(possible, ratio, -mx.inf)
+    drawable = mx.isfinite(q)
+    return mx.where(drawable, p - mx.where(drawable, q, 0.0), -mx.inf)
 
 
 def _prefix_logs(ratio_logs: mx.array) -> mx.array:
