@@ -404,8 +404,9 @@ def test_memory_is_a_few_rows(name, rows):
 TRIALS = 200_000
 
 
-def two_rounds(judge_by, world):
+def two_rounds(judge_by, world, ids=None):
     """Counts of the first four tokens [16]; a prefix is its bits after a leading 1."""
+    order = slice(None) if ids is None else ids[0]
     p, q = (logs(np.concatenate([[[1, 1]], *laws])) for laws in (world.p, world.q))
     at = mx.ones(TRIALS, mx.int32)
     for _ in range(2):
@@ -413,13 +414,12 @@ def two_rounds(judge_by, world):
         heads, drawn = [at], []
         for _ in range(2):
             judge_by.at = heads[-1]
-            drawn.append(judge_by.draw(None, q[heads[-1]]))
+            drawn.append(judge_by.draw(ids, q[heads[-1]][:, order]))
             heads.append(2 * heads[-1] + drawn[-1].token.astype(mx.int32))
-        path, laws = (
-            mx.stack(part, 1) for part in zip(*(d[:2] for d in drawn), strict=True)
-        )
+        parts = zip(*drawn, strict=True)
+        draft = Draft(*(None if a[0] is None else mx.stack(a, 1) for a in parts))
         heads = mx.stack(heads, 1)
-        verdict = judge_by.judge(Draft(path, laws), p[heads])
+        verdict = judge_by.judge(draft, p[heads])
         at = mx.take_along_axis(heads, verdict.accepted[:, None], 1)[:, 0]
         at = 2 * at + verdict.token.astype(mx.int32)
     return four_tokens(np.array(at), world)
@@ -475,12 +475,12 @@ def smooth_world(seed):
     return World(p, q, [])
 
 
-def deviation(kind, name, seed, monkeypatch):
+def deviation(kind, name, seed, monkeypatch, ids=None):
     """Chi-square, 15 degrees of freedom, of two rounds under a rule."""
     monkeypatch.setattr(rule, "_read", lambda _, verdict, *__: verdict)
     mx.random.seed(seed)
     world = smooth_world(seed)
-    counts = two_rounds(kind(law_of(make_sampler(1.0)), (), 2, name, 1.0), world)
+    counts = two_rounds(kind(law_of(make_sampler(1.0)), (), 2, name, 0.9), world, ids)
     return chi_square(counts, reference.target_law(World(world.p[:4], [], [])))
 
 
@@ -488,6 +488,12 @@ def deviation(kind, name, seed, monkeypatch):
 @pytest.mark.parametrize("seed", range(3))
 def test_two_rounds_keep_the_law(name, seed, monkeypatch):
     assert deviation(rule.Residual, name, seed, monkeypatch) < 45  # p = 8e-5
+
+
+@RULES
+def test_two_rounds_on_candidates_keep_the_law(name, monkeypatch):
+    ids = mx.broadcast_to(mx.array([[1, 0]], mx.uint32), (TRIALS, 2))
+    assert deviation(rule.Residual, name, 0, monkeypatch, ids) < 45
 
 
 @pytest.mark.parametrize("kind", [ReusedNoise, ReusedCoin, NoiseByPosition])
