@@ -142,19 +142,21 @@ class ChainLaw:
 
     filters: tuple[tuple[str, Callable[[mx.array], mx.array]], ...]
     temp: float
+    subset: bool = False  # the filters may meet few candidates
 
     def __call__(
         self, logprobs: mx.array, coins: Optional[mx.array] = None
     ) -> mx.array:
         for name, apply in self.filters:
+            kept = _cells(apply).get(_KEPT.get(name, ""), 0)
             if name == "apply_xtc":
                 logprobs = _apply_xtc(apply, logprobs, coins)
-            elif _cells(apply).get(_KEPT.get(name, ""), 0) < logprobs.shape[-1]:
+            elif not (self.subset and kept >= logprobs.shape[-1]):
                 logprobs = apply(logprobs)
         return log_softmax(logprobs * (1.0 / self.temp))
 
     def draft(self, heat: float) -> Law:
-        return replace(self, temp=self.temp * heat)
+        return replace(self, temp=self.temp * heat, subset=True)
 
     def on_candidates(self) -> bool:
         # XTC spares some tokens by their id.
