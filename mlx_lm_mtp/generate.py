@@ -1,7 +1,8 @@
 """``mtp_generate_step``: the door, in the protocol of mlx-lm's ``generate_step``."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Optional
+from operator import index
+from typing import Any, Optional, SupportsIndex
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -35,7 +36,7 @@ def mtp_generate_step(
     prefill_step_size: int = 2048,
     kv_bits: Optional[int] = None,
     kv_group_size: int = 64,
-    quantized_kv_start: int = 0,
+    quantized_kv_start: int = 5000,
     prompt_progress_callback: Optional[Progress] = None,
     input_embeddings: Optional[mx.array] = None,
     verification: str = "block",
@@ -132,8 +133,8 @@ def _on(
 def _checked_number(num_draft_tokens: Optional[int]) -> int:
     if num_draft_tokens is None:
         return DEFAULT_DRAFTS
-    if isinstance(num_draft_tokens, int) and num_draft_tokens >= 0:
-        return num_draft_tokens
+    if isinstance(num_draft_tokens, SupportsIndex) and index(num_draft_tokens) >= 0:
+        return index(num_draft_tokens)
     raise MTPError(
         f"num_draft_tokens is {num_draft_tokens!r}, it must be a whole number: 0 for "
         "plain decoding, or how many tokens to draft per round"

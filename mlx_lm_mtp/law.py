@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType
-from typing import Any, Optional, Protocol, cast
+from typing import Any, Optional, Protocol
 
 import mlx.core as mx
 from mlx_lm import sample_utils
@@ -209,17 +209,6 @@ def _fold(x: mx.array, filling: float) -> mx.array:
         pad = [(0, 0)] * (x.ndim - 1) + [(0, -size % side)]
         x = mx.pad(x, pad, constant_values=filling)
     return x.reshape(*x.shape[:-1], x.shape[-1] // side, side)
-
-
-def random_state() -> mx.array:
-    """The state of MLX's generator in this thread, [2]."""
-    return cast(Any, mx.random.state)[0]
-
-
-def seed_of(state: mx.array) -> int:
-    """The seed that puts MLX's generator into a state it was seen in."""
-    high, low = cast(list[int], state.tolist())
-    return high << 32 | low
 
 
 def normalise(logits: mx.array) -> mx.array:

@@ -48,20 +48,23 @@ class Run:
         progress: Progress,
     ) -> Iterator[Emission]:
         """Prefill, then decide the first token by its logits, then go on in rounds."""
-        logits = self._prefill(prompt, embeddings, prefill_step_size, progress)
+        hidden, logits = self._prefill(prompt, embeddings, prefill_step_size, progress)
+        if max_tokens == 0:
+            return
         self.rule.begin(0)
-        decision = self.rule.judge(Draft(mx.zeros((1, 0), mx.uint32)), logits)
+        decision = self.rule.judge(_nothing(), logits)
         while True:
             left = max_tokens - len(self.yielded) - len(decision.tokens)
+            seed = Seed(mx.array(decision.tokens[-1:]), hidden)
             going = decision.error is None and left != 0
             # The next drafts are computed while the caller handles these tokens.
-            draft = self._launch(decision, left) if going else None
+            draft = self._launch(decision, seed, left) if going else None
             yield from self._emit(decision)
             if decision.error is not None:
                 raise decision.error
             if draft is None:
                 return
-            decision = self._verify(draft)
+            hidden, decision = self._verify(seed, draft)
 
     def _prefill(
         self,
@@ -69,10 +72,12 @@ class Run:
         embeddings: Optional[mx.array],
         step_size: int,
         progress: Progress,
-    ) -> mx.array:
-        """Read the prompt in mlx-lm's own steps; logits [1, 1, V] after it.
+    ) -> tuple[mx.array, mx.array]:
+        """Read the prompt in mlx-lm's own steps.
 
-        No logits are computed for the positions before the last.
+        Returns:
+            The hidden state [1, 1, H] and the logits [1, 1, V] after it. No logits are
+            computed for the positions before.
         """
         size = len(prompt) if embeddings is None else len(embeddings)
         self.rule.extend(prompt)
@@ -85,12 +90,12 @@ class Run:
             done = end
             progress(done, size)
             mx.clear_cache()
-        self.hidden = self._read(prompt, embeddings, done, size)[:, -1:]
+        hidden = self._read(prompt, embeddings, done, size)[:, -1:]
         self.prompt_end = start + size
-        logits = self.target.logits(self.hidden)
+        logits = self.target.logits(hidden)
         mx.eval(logits)
         progress(size, size)
-        return logits
+        return hidden, logits
 
     def _read(
         self, prompt: mx.array, embeddings: Optional[mx.array], start: int, end: int
@@ -98,53 +103,54 @@ class Run:
         part = None if embeddings is None else embeddings[start:end][None]
         return self.target.hidden(prompt[start:end][None], self.caches, part)
 
-    def _launch(self, decision: Decision, left: int) -> Draft:
+    def _launch(self, decision: Decision, seed: Seed, left: int) -> Draft:
+        """Start the drafts that follow a decision; they are computed meanwhile."""
         self.rule.extend(mx.array(decision.tokens))
-        # The seed token is emitted whatever follows it, so at most left - 1 drafts
-        # can be used; a negative number of tokens left means no end.
+        # The target adds one token to what it accepts, so at most left - 1 drafts can
+        # be used; a negative number of tokens left means no end.
         num = self.num_drafts if left < 0 else min(self.num_drafts, left - 1)
-        seed = Seed(mx.array(decision.tokens[-1:]), self.hidden)
-        self.seed_token = seed.token
         self.rule.begin(num)
         if num == 0:
-            return Draft(mx.zeros((1, 0), mx.uint32))
-        position = kv.length(self.caches) + self.draft_position
+            return _nothing()
         draft = propose(
             self.drafter,
             self.target,
             seed,
             self.caches,
-            position,
+            kv.length(self.caches) + self.draft_position,
             num,
             self.rule.draw,
         )
         mx.async_eval(*draft.pending())
         return draft
 
-    def _verify(self, draft: Draft) -> Decision:
+    def _verify(self, seed: Seed, draft: Draft) -> tuple[mx.array, Decision]:
+        """One forward of the target over the seed token and the draft.
+
+        Returns:
+            The hidden state [1, 1, H] that predicted the last token, and the decision.
+        """
         start = kv.length(self.caches)
-        tokens = mx.concatenate(
-            [self.seed_token[:, None], draft.tokens.astype(self.seed_token.dtype)], 1
-        )
+        drafted = draft.tokens.astype(seed.token.dtype)
+        tokens = mx.concatenate([seed.token[:, None], drafted], axis=1)
         # Drafts hold views of the K/V until they are computed; writing to the caches
         # before would copy every buffer.
         mx.eval(draft.pending())
         hidden = self.target.hidden(tokens, self.caches)
         decision = self.rule.judge(draft, self.target.logits(hidden))
-        accepted = len(decision.tokens) - 1
-        kv.keep(self.caches, start + 1 + max(accepted, 0))
-        self.hidden = hidden[:, accepted : accepted + 1]
-        self.stats.add(draft.size, max(accepted, 0))
-        return decision
+        accepted = max(len(decision.tokens) - 1, 0)
+        kv.keep(self.caches, start + 1 + accepted)
+        self.stats.add(draft.size, accepted)
+        return hidden[:, accepted : accepted + 1], decision
 
     def _emit(self, decision: Decision) -> Iterator[Emission]:
-        last = len(decision.tokens) - (decision.error is None)
-        drafted = self.prompt_end is not None and bool(self.yielded)
+        # An error came before the token that the target would have added.
+        drafted = len(decision.tokens) - (decision.error is None)
         for i, token in enumerate(decision.tokens):
             self.yielded.append(token)
             if len(self.yielded) % 256 == 0:
                 mx.clear_cache()
-            yield token, decision.logprobs[i], drafted and i < last
+            yield token, decision.logprobs[i], i < drafted
 
     def settle(self) -> None:
         """Leave the caches with the prompt and every yielded token, exactly.
@@ -159,3 +165,8 @@ class Run:
         if missing:
             self.target.hidden(mx.array([self.yielded[-missing:]]), self.caches)
         mx.eval([c.state for c in self.caches])
+
+
+def _nothing() -> Draft:
+    """The draft of a round without drafts."""
+    return Draft(mx.zeros((1, 0), mx.uint32))

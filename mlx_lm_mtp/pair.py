@@ -14,8 +14,8 @@ import mlx.nn as nn
 from huggingface_hub.errors import HFValidationError
 from mlx_lm.utils import _download, load_model
 
-from .law import random_state, seed_of
 from .rounds import MTPError
+from .tape import random_state, seed_of
 from .target import Target
 
 MODEL_FILE = Path(__file__).parent / "models" / "gemma4_assistant.py"

@@ -24,11 +24,10 @@ from .law import (
     normalise,
     process,
     process_rows,
-    random_state,
-    seed_of,
 )
 from .propose import Drawn
 from .rounds import Draft, MTPError, Verdict
+from .tape import RandomTape
 
 VERIFICATIONS = ("block", "token", "coupled")
 DRAFT_HEAT = 0.9
@@ -140,7 +139,7 @@ class Compare(Rule):
         super().__init__(processors, vocab_size)
         self.sampler = sampler
         greedy = is_greedy(sampler)
-        self._random = None if greedy or not is_mlx_lm(sampler) else _RandomTape()
+        self._random = None if greedy or not is_mlx_lm(sampler) else RandomTape()
         self._walks = not (self.pure and (greedy or self._random))
 
     def begin(self, num: int) -> None:
@@ -216,11 +215,13 @@ class Residual(Rule):
         self._law = law
         self._draft_law = law.draft(draft_heat) if draft_heat else None
         self._verify = {"block": verify.block, "token": verify.token}[verification]
-        # mlx-lm's generator seeds the run, so that its seed reproduces it.
-        self._key = mx.random.randint(0, 2**31 - 1, (2,), mx.uint32)
+        self._key: Optional[mx.array] = None
 
     def begin(self, num: int) -> None:
         super().begin(num)
+        if self._key is None:
+            # mlx-lm's generator starts the run's own keys, so its seed reproduces it.
+            self._key = mx.random.randint(0, 2**31 - 1, (2,), mx.uint32)
         keys = mx.random.split(self._key, 5)
         self._key, noise, self._uniform_key, self._gumbel_key, coin_key = keys
         self._noise = iter(mx.random.split(noise, max(num, 1)))
@@ -229,18 +230,18 @@ class Residual(Rule):
         self._drawn = 0
 
     def draw(self, ids: Optional[mx.array], logits: mx.array) -> Drawn:
-        dense = self._draft_law is not None and not self._draft_law.on_candidates()
+        law = self._draft_law
+        dense = law is not None and not law.on_candidates()
         ids, logits = self._processed(ids, logits, dense)
-        if self._draft_law is None:
-            token = _pick(mx.argmax(logits, axis=-1), ids)
-            self._path = self._after(self._path, token)
-            return Drawn(token)
-        logprobs = self._draft_law(normalise(logits), self._coins[:, self._drawn])
+        if law is None:
+            drawn = Drawn(_pick(mx.argmax(logits, axis=-1), ids))
+        else:
+            logprobs = law(normalise(logits), self._coins[:, self._drawn])
+            noise = mx.random.gumbel(logprobs.shape, key=next(self._noise))
+            drawn = Drawn(_pick(verify.draw(logprobs, noise), ids), logprobs, ids)
         self._drawn += 1
-        noise = mx.random.gumbel(logprobs.shape, key=next(self._noise))
-        token = _pick(verify.draw(logprobs, noise), ids)
-        self._path = self._after(self._path, token)
-        return Drawn(token, logprobs, ids)
+        self._path = self._after(self._path, drawn.token)
+        return drawn
 
     def judge(self, draft: Draft, logits: mx.array) -> Decision:
         logits = process_rows(self.processors, self.history, draft.tokens, logits)
@@ -254,29 +255,6 @@ class Residual(Rule):
             mx.random.gumbel((batch, vocab_size), key=self._gumbel_key),
         )
         return _read(draft, verdict, logprobs)
-
-
-class _RandomTape:
-    """The states that mlx-lm's generator passes through, one per emitted token."""
-
-    def __init__(self) -> None:
-        self._start = seed_of(random_state())
-        self.marks: list[mx.array] = []
-
-    def rewind(self) -> None:
-        """Back to where plain decoding stands before the round's first token."""
-        mx.random.seed(self._start)
-        self.marks = []
-
-    def mark(self) -> None:
-        """Remember the state after one more token."""
-        self.marks.append(random_state())
-
-    def cut(self, tokens: int) -> None:
-        """Go on from the state after so many tokens of this round."""
-        if tokens:
-            self._start = seed_of(self.marks[tokens - 1])
-        self.rewind()
 
 
 def _pick(index: mx.array, ids: Optional[mx.array]) -> mx.array:

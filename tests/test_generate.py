@@ -286,7 +286,7 @@ def test_an_error_inside_the_target_leaves_the_cache_exact(monkeypatch):
 # The protocol of generate_step -------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5])
+@pytest.mark.parametrize("max_tokens", [0, 1, 2, 3, 5])
 @pytest.mark.parametrize("num", [0, 1, 4])
 def test_max_tokens_is_exact(max_tokens, num):
     wanted, drafter = scripted("e", [4], [], 8)

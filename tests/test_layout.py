@@ -10,6 +10,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From arrays to host: a file imports only from those before it.
 ORDER = [
     "rounds",
+    "tape",
     "cache",
     "target",
     "law",

@@ -179,6 +179,43 @@ def test_an_opaque_sampler_draws_as_in_plain_decoding(pair_e, prompts):
     assert sum(stats.accepted) > 0
 
 
+class TellsItsLaw:
+    """A sampler object of a user's, which offers the law it draws from."""
+
+    def law(self, logprobs):
+        return logprobs * 1.5
+
+    def __call__(self, logprobs):
+        return mx.random.categorical(self.law(logprobs))
+
+
+def test_a_sampler_that_tells_its_law(pair_e, prompts):
+    stats = MTPStats()
+    options = {"sampler": TellsItsLaw(), "max_tokens": 120, "stats": stats}
+    mx.random.seed(0)
+    assert len(mtp(pair_e.model, pair_e.drafter, prompts[7][:60], **options)) == 120
+    assert stats.tokens_per_forward > 2
+
+
+def test_a_seed_set_before_the_first_token_counts(pair_e, prompts):
+    """As with mlx-lm's generators, which draw nothing before they are asked."""
+
+    def text(verification):
+        steps = mtp_generate_step(
+            prompts[7][:60],
+            pair_e.model,
+            pair_e.drafter,
+            sampler=make_sampler(1.0),
+            max_tokens=20,
+            verification=verification,
+        )
+        mx.random.seed(3)
+        return [token for token, _, _ in steps]
+
+    for verification in ("block", "coupled"):
+        assert text(verification) == text(verification)
+
+
 @pytest.mark.parametrize("penalty", [1.1, 1.5])
 def test_greedy_with_a_penalty_equals_plain(pair, prompts, penalty):
     for i in range(3):
