@@ -15,9 +15,9 @@ from mlx_lm.models import gemma4_text
 from mlx_lm_mtp import mtp_generate_step
 from mlx_lm_mtp.pair import _model_file
 
-layers = ["sliding_attention"] * 5 + ["full_attention"]
+layers = ["sliding_attention", "full_attention"]
 text = dict(
-    hidden_size=320, num_hidden_layers=6, intermediate_size=640,
+    hidden_size=320, num_hidden_layers=2, intermediate_size=640,
     num_attention_heads=4, num_key_value_heads=1, head_dim=64, global_head_dim=128,
     vocab_size=262144, sliding_window=512, num_kv_shared_layers=0,
     hidden_size_per_layer_input=0, layer_types=layers,
@@ -26,7 +26,7 @@ model = gemma4_text.Model(gemma4_text.ModelArgs(**text))
 file = _model_file()
 drafter = file.Model(file.ModelArgs(
     text_config=dict(text, hidden_size=32, intermediate_size=64,
-                     num_hidden_layers=4, layer_types=layers[-4:]),
+                     num_hidden_layers=2, layer_types=layers),
     backbone_hidden_size=320))
 mx.eval(model.parameters(), drafter.parameters())
 
