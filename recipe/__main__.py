@@ -25,7 +25,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--own-rows", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
     args = parser.parse_args()
     for stage in args.stages:
         if stage not in STAGES:
@@ -56,16 +55,12 @@ def train(args: argparse.Namespace, stages: list[str], data: Path) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
     print(f"torch {torch.__version__}, {device}", flush=True)
-    size = {
-        "batch": args.batch,
-        "length": args.length,
-        "learning_rate": args.learning_rate,
-    }
+    size = {"batch": args.batch, "length": args.length}
     if "target" in stages:
-        train_target(data, args.out, Plan(args.target_steps, **size), device)
+        train_target(data, args.out, Plan(args.target_steps, learning_rate=5e-3, **size), device)
     if "drafter" in stages:
         target = load_target(args.out, device)
-        plan = Plan(args.drafter_steps, **size)
+        plan = Plan(args.drafter_steps, learning_rate=4e-3, **size)
         train_drafter(target, data, args.out, plan, args.own_rows)
 
 

@@ -2,7 +2,7 @@
 
 A seed at every position of a sequence is drafted from in parallel. Row i holds the
 hidden state of token i and the token i + 1, the seed's, whose slot is i + 1: so it sees
-the entries up to i, which is what the target's own row i sees, under the same masks.
+the entries up to i, which is what the target's own row i sees.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor
 from mlx_lm_mtp.clusters import order_by_cluster
 
 from .folders import assistant_config, save_drafter
-from .gemma4 import Drafter, Target, masks
+from .gemma4 import Drafter, Target
 from .own_text import Writer
 from .target import bfloat16
 from .trainer import Plan, Trainer, fit, load_stream, shares
@@ -34,20 +34,19 @@ class Distillation:
     ) -> None:
         self.target, self.drafter, self.device = target, drafter, device
         self.positions = torch.arange(length, device=device)
-        self.mask = masks(length, target.config["sliding_window"], device)
         self.clusters = False
 
     def _unrolled(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The target's logits [B, N, V], and z [B, N, H] of each step."""
         with torch.no_grad():
-            hidden, shared = self.target(tokens, self.positions, self.mask)
+            hidden, shared = self.target(tokens, self.positions)
             logits = self.target.logits(hidden)
         states = []
         with bfloat16(self.device):
             for k in range(1, len(WEIGHTS) + 1):
                 embedded = self.target.embed(tokens.roll(-k, 1)).detach()
                 hidden, z = self.drafter(
-                    embedded, hidden, self.positions + 1, shared, self.mask
+                    embedded, hidden, self.positions + 1, shared
                 )
                 states.append(z)
         return logits, states
@@ -113,8 +112,10 @@ def train_drafter(
     train, valid = (load_stream(data, part, device) for part in ("train", "valid"))
     counts = shares(plan.batch)
     writer = Writer(target, own_rows, plan.length)
-    own = writer(train.rows(shares(own_rows), PROMPT, dice))
-    test = writer(valid.rows(shares(own_rows), PROMPT, dice))
+    starts = train.rows(shares(own_rows), PROMPT, dice)
+    tests = 4 * plan.batch
+    starts[:tests] = valid.rows(shares(tests), PROMPT, dice)
+    test, own = writer(starts).tensor_split([tests])
     print("the target's own text is written", flush=True)
     # Even rows are greedy.
     samples = {

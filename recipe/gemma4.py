@@ -87,15 +87,41 @@ class Attention(nn.Module):
         values = F.rms_norm(values.float(), (self.size,), eps=1e-6).to(values.dtype)
         return keys[:, None], values[:, None]  # [B, 1, N, size]
 
-    def forward(self, x: Tensor, kv: KV, rope: KV, mask: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, kv: KV, rope: KV, mask: Optional[Tensor], window: int
+    ) -> Tensor:
         batch, length, _ = x.shape
         queries = self.q_proj(x).view(batch, length, -1, self.size)
         queries = rotate(self.q_norm(queries).transpose(1, 2), rope)
         keys, values = (t.expand(-1, queries.shape[1], -1, -1) for t in kv)
-        out = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, scale=1.0
-        )
+        if mask is None and window:
+            out = attend_window(queries, keys, values, window)
+        else:
+            out = F.scaled_dot_product_attention(
+                queries, keys, values, mask, is_causal=mask is None, scale=1.0
+            )
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+
+
+def attend_window(queries: Tensor, keys: Tensor, values: Tensor, size: int) -> Tensor:
+    """Causal attention to the newest ``size`` entries, over whole sequences.
+
+    Blocks of ``size`` queries see their own block and the one before, so that the cost
+    grows with the length and not with its square.
+    """
+    batch, _, length, _ = queries.shape
+    queries, keys, values = (
+        t.unflatten(2, (length // size, size)) for t in (queries, keys, values)
+    )
+    keys, values = (torch.cat([t.roll(1, 2), t], 3) for t in (keys, values))
+    rows = torch.arange(size, device=queries.device)[:, None] + size
+    past = rows - torch.arange(2 * size, device=queries.device)
+    seen = ((past >= 0) & (past < size)).expand(length // size, -1, -1).clone()
+    seen[0, :, :size] = False  # nothing is before the first block
+    seen = seen.repeat(batch, 1, 1)[:, None]
+    flat = (t.transpose(1, 2).flatten(0, 1) for t in (queries, keys, values))
+    out = F.scaled_dot_product_attention(*flat, seen, scale=1.0)
+    return out.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)
 
 
 class MLP(nn.Module):
@@ -118,6 +144,7 @@ class Layer(nn.Module):
         # Each branch starts small, so that a deep stack starts near the identity.
         small = (2 * count) ** -0.5
         self.self_attn = Attention(config, layer)
+        self.window = 0 if is_full(config, layer) else config["sliding_window"]
         double = config["use_double_wide_mlp"] and not self.self_attn.has_kv
         self.mlp = MLP(hidden, 2 * width if double else width)
         self.input_layernorm = RMSNorm(hidden)
@@ -132,9 +159,15 @@ class Layer(nn.Module):
         self.register_buffer("layer_scalar", torch.ones(1))
 
     def forward(
-        self, h: Tensor, kv: KV, rope: KV, mask: Tensor, extra: Optional[Tensor] = None
+        self,
+        h: Tensor,
+        kv: KV,
+        rope: KV,
+        mask: Optional[Tensor] = None,
+        extra: Optional[Tensor] = None,
     ) -> Tensor:
-        attended = self.self_attn(self.input_layernorm(h), kv, rope, mask)
+        normed = self.input_layernorm(h)
+        attended = self.self_attn(normed, kv, rope, mask, self.window)
         h = h + self.post_attention_layernorm(attended)
         mixed = self.mlp(self.pre_feedforward_layernorm(h))
         h = h + self.post_feedforward_layernorm(mixed)
@@ -143,13 +176,6 @@ class Layer(nn.Module):
             told = self.per_layer_projection(gate * extra)
             h = h + self.post_per_layer_input_norm(told)
         return h
-
-
-def masks(length: int, window: int, device: torch.device) -> dict[bool, Tensor]:
-    """Causal masks [N, N], of full attention (True) and of the sliding window."""
-    rows = torch.arange(length, device=device)
-    past = rows[:, None] - rows[None]
-    return {True: past >= 0, False: (past >= 0) & (past < window)}
 
 
 class Target(nn.Module):
@@ -188,10 +214,14 @@ class Target(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor,
-        mask: dict[bool, Tensor],
+        mask: Optional[dict[bool, Tensor]] = None,
         stores: Optional[list["Store"]] = None,
     ) -> tuple[Tensor, dict[bool, KV]]:
-        """Hidden states after the final norm, and the shared K/V of each type."""
+        """Hidden states after the final norm, and the shared K/V of each type.
+
+        Without masks (of full attention True, of the window False) it is causal over
+        the sequence.
+        """
         h = self.embed(tokens)
         extras = self.extras(tokens, h)
         ropes = [rope(positions) for rope in self.ropes]
@@ -203,7 +233,8 @@ class Target(nn.Module):
                 normed = layer.input_layernorm(h)
                 kv = layer.self_attn.keys_values(normed, rope)
                 shared[full] = kv if stores is None else stores[i].put(kv, positions)
-            h = layer(h, shared[full], rope, mask[full], extras[i])
+            seen = None if mask is None else mask[full]
+            h = layer(h, shared[full], rope, seen, extras[i])
         return self.norm(h), shared
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -255,14 +286,13 @@ class Drafter(nn.Module):
         hidden: Tensor,
         positions: Tensor,
         shared: dict[bool, KV],
-        mask: dict[bool, Tensor],
     ) -> tuple[Tensor, Tensor]:
         """One draft step at every position: the next hidden state, and z."""
         ropes = [rope(positions) for rope in self.ropes]
         z = self.pre_projection(torch.cat([embedded, hidden], -1))
         for i, layer in enumerate(self.model.layers):
             full = is_full(self.config, i)
-            z = layer(z, shared[full], ropes[full], mask[full])
+            z = layer(z, shared[full], ropes[full])
         z = self.model.norm(z)
         return self.post_projection(z), z
 

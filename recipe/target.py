@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .folders import save_target, target_config
-from .gemma4 import Target, masks
+from .gemma4 import Target
 from .trainer import Plan, Trainer, fit, load_stream, shares
 
 
@@ -25,11 +25,10 @@ def train_target(data: Path, out: Path, plan: Plan, device: torch.device) -> Tar
     model = Target(config["text_config"]).to(device)
     print(f"target: {sum(p.numel() for p in model.parameters()):,} parameters")
     positions = torch.arange(plan.length, device=device)
-    mask = masks(plan.length, model.config["sliding_window"], device)
 
     def loss(tokens: Tensor) -> Tensor:
         with bfloat16(device):
-            hidden, _ = model(tokens, positions, mask)
+            hidden, _ = model(tokens, positions)
             logits = model.logits(hidden[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 

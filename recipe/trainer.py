@@ -21,9 +21,9 @@ class Plan:
     """How long, how wide and how fast to train."""
 
     steps: int
-    batch: int = 16
-    length: int = 1024
-    learning_rate: float = 3e-3
+    learning_rate: float
+    batch: int
+    length: int
     warmup: int = 200
     weight_decay: float = 0.1
 
