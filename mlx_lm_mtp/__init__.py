@@ -14,7 +14,15 @@ _HOME = {
     "status": ".host",
 }
 
-__all__ = [*_HOME, "__version__"]
+__all__ = [
+    "MTPError",
+    "MTPStats",
+    "disable",
+    "enable",
+    "load_assistant",
+    "mtp_generate_step",
+    "status",
+]
 
 if TYPE_CHECKING:
     from .generate import mtp_generate_step as mtp_generate_step

@@ -10,7 +10,7 @@ last write can be dropped, and the W - 1 entries that the next query may see rem
 from typing import Any, Optional
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 
 from .rounds import MTPError
 

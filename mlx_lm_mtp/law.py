@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType
-from typing import Any, Optional, Protocol
+from typing import Any, Optional, Protocol, cast
 
 import mlx.core as mx
 from mlx_lm import sample_utils
@@ -23,15 +23,26 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
 class Law(Protocol):
-    """Log-probs [..., V] as mlx-lm computes them, to those drawn from, in float32."""
+    """A map from log-probs as mlx-lm computes them to those it draws from."""
 
     def __call__(
         self, logprobs: mx.array, coins: Optional[mx.array] = None
-    ) -> mx.array: ...
+    ) -> mx.array:
+        """Apply the law.
 
-    def draft(self, heat: float) -> "Law": ...
+        Args:
+            logprobs: [..., V], normalised, in the model's dtype.
+            coins: [..., 1] uniform draws, one per position, that decide XTC.
 
-    def on_candidates(self) -> bool: ...
+        Returns:
+            [..., V] normalised float32, -inf for impossible tokens.
+        """
+
+    def draft(self, heat: float) -> "Law":
+        """The law for drafts, at ``heat`` times the temperature where it has one."""
+
+    def on_candidates(self) -> bool:
+        """Whether it may be applied to a subset that holds all of the mass."""
 
 
 def _cells(function: Any) -> dict[str, Any]:
@@ -130,12 +141,6 @@ class ChainLaw:
     def __call__(
         self, logprobs: mx.array, coins: Optional[mx.array] = None
     ) -> mx.array:
-        """Filter and heat.
-
-        Args:
-            logprobs: [..., V], normalised, in the model's dtype.
-            coins: [..., 1] uniform draws, one per position, that decide XTC.
-        """
         for name, apply in self.filters:
             if name == "apply_xtc":
                 logprobs = _apply_xtc(apply, logprobs, coins)
@@ -145,20 +150,14 @@ class ChainLaw:
         return log_softmax(logprobs * (1.0 / self.temp))
 
     def draft(self, heat: float) -> Law:
-        """The law for drafts, at ``heat`` times the temperature."""
         return replace(self, temp=self.temp * heat)
 
     def on_candidates(self) -> bool:
-        """Whether it can be applied to a subset that holds all of the mass.
-
-        XTC spares some tokens by their id, so it needs the whole vocabulary.
-        """
+        # XTC spares some tokens by their id.
         return all(name != "apply_xtc" for name, _ in self.filters)
 
 
-def _apply_xtc(
-    apply: Any, logprobs: mx.array, coins: Optional[mx.array]
-) -> mx.array:
+def _apply_xtc(apply: Any, logprobs: mx.array, coins: Optional[mx.array]) -> mx.array:
     # mlx-lm draws one coin for all rows of a call, which would tie the positions of
     # a round together. At probability 1 its coin always falls the same way.
     cells = _cells(apply)
@@ -201,6 +200,17 @@ def _fold(x: mx.array, filling: float) -> mx.array:
         pad = [(0, 0)] * (x.ndim - 1) + [(0, -size % side)]
         x = mx.pad(x, pad, constant_values=filling)
     return x.reshape(*x.shape[:-1], -1, side)
+
+
+def random_state() -> mx.array:
+    """The state of MLX's generator in this thread, [2]."""
+    return cast(Any, mx.random.state)[0]
+
+
+def seed_of(state: mx.array) -> int:
+    """The seed that puts MLX's generator into a state it was seen in."""
+    high, low = cast(list[int], state.tolist())
+    return high << 32 | low
 
 
 def normalise(logits: mx.array) -> mx.array:

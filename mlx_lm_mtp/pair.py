@@ -1,59 +1,49 @@
 """Load a drafter and check that it fits its target, or say why not."""
 
+import functools
 import importlib
 import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Optional
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm.models
 from huggingface_hub.errors import HFValidationError
 from mlx_lm.utils import _download, load_model
 
+from .law import random_state, seed_of
 from .rounds import MTPError
 from .target import Target
 
-MODELS_PATH = str(Path(__file__).parent / "models")
+MODEL_FILE = Path(__file__).parent / "models" / "gemma4_assistant.py"
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
 
-def register_models() -> None:
-    """Let mlx-lm find our model files, after its own."""
-    if MODELS_PATH not in mlx_lm.models.__path__:
-        mlx_lm.models.__path__.append(MODELS_PATH)
-
-
-def unregister_models() -> None:
-    """Undo ``register_models``."""
-    if MODELS_PATH in mlx_lm.models.__path__:
-        mlx_lm.models.__path__.remove(MODELS_PATH)
+@functools.cache
+def _model_file() -> ModuleType:
+    """Our model file, also where mlx-lm has its own or cannot find ours."""
+    name = f"mlx_lm.models.{MODEL_FILE.stem}"
+    found = importlib.util.find_spec(name)
+    if found is not None and found.origin == str(MODEL_FILE):
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(name, MODEL_FILE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _classes(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Our model classes, also where mlx-lm has its own of the same name."""
-    name = "gemma4_assistant"
-    file = Path(MODELS_PATH, f"{name}.py")
-    qualified = f"mlx_lm.models.{name}"
-    try:
-        module = importlib.import_module(qualified)
-    except ModuleNotFoundError:
-        module = None
-    if module is None or Path(module.__file__ or "") != file:
-        spec = importlib.util.spec_from_file_location(qualified, file)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module.Model, module.ModelArgs
+    return _model_file().Model, _model_file().ModelArgs
 
 
 def is_drafter(model: Any) -> bool:
     """Whether a loaded model is a drafter of ours."""
-    return getattr(model, "model_type", None) in MODEL_TYPES and hasattr(
-        model, "candidates"
-    )
+    ours = getattr(model, "model_type", None) in MODEL_TYPES
+    return ours and hasattr(model, "candidates")
 
 
 def find_assistant(path_or_repo: str) -> Path:
@@ -164,6 +154,9 @@ def load_assistant(path_or_repo: str, model: nn.Module) -> nn.Module:
 
 
 def _load_weights(folder: Path) -> nn.Module:
+    # Building a model draws its initial weights: a seed that was set before must give
+    # the same text as without a drafter.
+    seed = seed_of(random_state())
     try:
         drafter, _ = load_model(folder, get_model_classes=_classes)
     except (ValueError, RuntimeError, KeyError) as e:
@@ -172,6 +165,8 @@ def _load_weights(folder: Path) -> nn.Module:
             f"the assistant's weights in {folder} do not match its config.json or "
             f"are damaged: {reason[:300]}"
         ) from e
+    finally:
+        mx.random.seed(seed)
     return drafter
 
 

@@ -42,6 +42,7 @@ class Draft:
 
     @property
     def size(self) -> int:
+        """K."""
         return self.tokens.shape[1]
 
     def pending(self) -> list[mx.array]:

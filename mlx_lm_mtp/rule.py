@@ -7,7 +7,7 @@ be called. ``Residual`` accepts by the two laws and recovers from the residual.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Optional
+from typing import Optional, cast
 
 import mlx.core as mx
 from mlx_lm.sample_utils import greedy_sampler
@@ -24,6 +24,8 @@ from .law import (
     normalise,
     process,
     process_rows,
+    random_state,
+    seed_of,
 )
 from .propose import Drawn
 from .rounds import Draft, MTPError, Verdict
@@ -116,7 +118,7 @@ class Rule:
         processors = self.processors if self.pure else ()
         if ids is not None and (processors or dense):
             nothing = mx.full((logits.shape[0], self.vocab_size), -mx.inf, logits.dtype)
-            ids, logits = None, mx.put_along_axis(nothing, ids, logits, axis=-1)
+            logits, ids = mx.put_along_axis(nothing, ids, logits, axis=-1), None
         return ids, process(processors, self._path, logits)
 
 
@@ -173,7 +175,7 @@ class Compare(Rule):
         return decision
 
     def _walk(self, draft: Draft, logits: mx.array) -> Decision:
-        drafted: list[int] = draft.tokens[0].tolist()
+        drafted = _numbers(draft.tokens[0])
         tokens: list[int] = []
         rows: list[mx.array] = []
         history = self.history
@@ -181,7 +183,7 @@ class Compare(Rule):
         for i in range(logits.shape[1]):
             try:
                 row = normalise(process(self.processors, history, logits[:, i]))
-                tokens.append(int(self.sampler(row).item()))
+                tokens += _numbers(self.sampler(row))
             except Exception as e:
                 # The tokens before it stand: the caller gets them first, then this.
                 error = e
@@ -252,7 +254,7 @@ class _RandomTape:
     """The states that mlx-lm's generator passes through, one per emitted token."""
 
     def __init__(self) -> None:
-        self._start = _state_number(mx.random.state[0])
+        self._start = seed_of(random_state())
         self.marks: list[mx.array] = []
 
     def rewind(self) -> None:
@@ -262,19 +264,13 @@ class _RandomTape:
 
     def mark(self) -> None:
         """Remember the state after one more token."""
-        self.marks.append(mx.random.state[0])
+        self.marks.append(random_state())
 
     def cut(self, tokens: int) -> None:
         """Go on from the state after so many tokens of this round."""
         if tokens:
-            self._start = _state_number(self.marks[tokens - 1])
+            self._start = seed_of(self.marks[tokens - 1])
         self.rewind()
-
-
-def _state_number(state: mx.array) -> int:
-    """The seed that puts MLX's generator into this state."""
-    high, low = state.tolist()
-    return int(high) << 32 | int(low)
 
 
 def _pick(index: mx.array, ids: Optional[mx.array]) -> mx.array:
@@ -292,6 +288,10 @@ def _read(
 ) -> Decision:
     """The round's one host read."""
     mx.eval(draft.tokens, verdict.accepted, verdict.token, logprobs, *others)
-    accepted = int(verdict.accepted.item())
-    tokens = [*draft.tokens[0, :accepted].tolist(), verdict.token.item()]
+    [accepted] = _numbers(verdict.accepted)
+    tokens = _numbers(draft.tokens[0, :accepted]) + _numbers(verdict.token)
     return Decision(tokens, logprobs[0])
+
+
+def _numbers(array: mx.array) -> list[int]:
+    return cast(list[int], array.tolist())

@@ -23,7 +23,7 @@ class Target:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        text = getattr(model, "language_model", model)
+        text: Any = getattr(model, "language_model", model)
         found = getattr(model, "model_type", type(model).__name__)
         if found not in MODEL_TYPES or not hasattr(text, "model"):
             raise MTPError(
@@ -37,14 +37,17 @@ class Target:
 
     @property
     def hidden_size(self) -> int:
+        """H."""
         return self.config.hidden_size
 
     @property
     def vocab_size(self) -> int:
+        """V."""
         return self.config.vocab_size
 
     @property
     def window(self) -> int:
+        """Length of the sliding attention, W."""
         return self.config.sliding_window
 
     def owners(self) -> list[nn.Module]:

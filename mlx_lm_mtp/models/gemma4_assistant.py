@@ -134,7 +134,11 @@ class Model(nn.Module):
         return ids, (rows @ mx.expand_dims(h, -1)).squeeze(-1)
 
     def __call__(
-        self, inputs_embeds: mx.array, shared_kv: SharedKV, position
+        self,
+        inputs_embeds: mx.array,
+        shared_kv: Optional[SharedKV] = None,
+        position: Union[int, mx.array] = 0,
+        cache: Any = None,
     ) -> Tuple[mx.array, mx.array]:
         """One draft step; see ``step`` for the arguments.
 
@@ -142,6 +146,12 @@ class Model(nn.Module):
             Tuple[mx.array, mx.array]: The hidden state [B, 1, H_target] and the
               logits [B, 1, V], -inf for tokens the centroid head left out.
         """
+        if shared_kv is None:
+            raise ValueError(
+                "A Gemma 4 assistant reads its target's keys and values: it cannot "
+                "generate alone or as an ordinary draft model. If mlx-lm-mtp is "
+                "installed, mlx_lm_mtp.status() says why it does not take part."
+            )
         hidden, h = self.step(inputs_embeds, shared_kv, position)
         ids, logits = self.candidates(h)
         if ids is not None:

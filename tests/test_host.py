@@ -1,0 +1,214 @@
+"""Plain mlx-lm stays what it is; MTP comes and goes whole."""
+
+import importlib
+import subprocess
+import sys
+
+import mlx_lm
+import pytest
+
+import mlx_lm_mtp
+from mlx_lm_mtp import MTPError, disable, enable, status
+
+generate_module = importlib.import_module("mlx_lm.generate")
+NAMES = ["generate", "load", "main", "setup_arg_parser", "stream_generate"]
+
+
+@pytest.fixture(autouse=True)
+def enabled_again():
+    enable()
+    yield
+    enable()
+
+
+def bindings():
+    return {n: getattr(generate_module, n) for n in NAMES} | {
+        "package": (mlx_lm.generate, mlx_lm.stream_generate),
+        "models": list(mlx_lm.models.__path__),
+    }
+
+
+def test_disable_restores_identity_and_enable_returns():
+    with_mtp = bindings()
+    disable()
+    without = bindings()
+    assert all(with_mtp[n] is not without[n] for n in NAMES)
+    assert all(with_mtp[n].__wrapped__ is without[n] for n in NAMES)
+    assert mlx_lm.stream_generate is generate_module.stream_generate
+    disable()
+    assert bindings() == without
+    enable()
+    again = bindings()
+    enable()
+    assert bindings() == again and again != without
+    disable()
+    assert bindings() == without
+
+
+def test_status_tells_what_is_patched():
+    found = status()
+    assert found["enabled"] and found["tested"] and found["reason"] is None
+    assert "mlx_lm.generate.stream_generate" in found["patched"]
+    assert found["mlx_lm"] == mlx_lm.__version__
+    disable()
+    assert not status()["enabled"] and status()["patched"] == []
+
+
+def test_a_reloaded_module_is_patched_again():
+    importlib.reload(generate_module)
+    assert hasattr(generate_module.stream_generate, "__wrapped__")
+    disable()
+    assert not hasattr(generate_module.stream_generate, "__wrapped__")
+
+
+def test_an_unknown_version_is_left_alone(monkeypatch):
+    disable()
+    before = bindings()
+    monkeypatch.setattr(mlx_lm, "__version__", "0.99.0")
+    with pytest.raises(MTPError, match=r"mlx-lm 0\.99\.0 is not one"):
+        enable()
+    assert bindings() == before and not status()["enabled"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "speculative_generate_step"])
+def test_a_renamed_internal_is_left_alone(monkeypatch, name):
+    disable()
+    monkeypatch.delattr(generate_module, name)
+    before = {k: v for k, v in vars(generate_module).items() if k in NAMES}
+    with pytest.raises(MTPError, match=rf"has no mlx_lm\.generate\.{name}"):
+        enable()
+    assert {k: v for k, v in vars(generate_module).items() if k in NAMES} == before
+
+
+def test_an_ordinary_draft_model_takes_mlx_lms_own_path(monkeypatch):
+    disable()
+    calls = []
+
+    def original(*args, **kwargs):
+        calls.append((args, kwargs))
+        return iter(())
+
+    monkeypatch.setattr(generate_module, "speculative_generate_step", original)
+    enable()
+    generate_module.speculative_generate_step(1, 2, "draft", 3, num_draft_tokens=4)
+    assert calls == [((1, 2, "draft", 3), {"num_draft_tokens": 4})]
+
+
+# A fresh interpreter ------------------------------------------------------------------
+
+
+def python(code, **environment):
+    import os
+
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+    )
+    return run.returncode, run.stdout, run.stderr
+
+
+def test_start_up_imports_nothing_and_says_nothing():
+    code = (
+        "import sys; loaded = set(sys.modules);"
+        "print(sorted(m for m in loaded if 'mlx' in m))"
+    )
+    assert python(code) == (0, "['mlx_lm_mtp', 'mlx_lm_mtp.host']\n", "")
+
+
+def test_importing_the_package_changes_nothing():
+    code = (
+        "import sys, mlx_lm_mtp; print([m for m in sys.modules if m[:6] == 'mlx.co'])"
+    )
+    assert python(code) == (0, "[]\n", "")
+
+
+def test_the_off_switch():
+    code = (
+        "import mlx_lm, mlx_lm_mtp; s = mlx_lm_mtp.status();"
+        "wrapped = hasattr(mlx_lm.stream_generate, '__wrapped__');"
+        "print(s['enabled'], s['patched'], wrapped)"
+    )
+    assert python(code, MLX_LM_MTP_DISABLE="1") == (0, "False [] False\n", "")
+    code, out, _ = python(code, MLX_LM_MTP_DISABLE="0")
+    assert out.startswith("True")
+
+
+BREAK = """
+import importlib.util, sys, types
+sys.argv = ['mlx_lm.generate', *{argv}]
+{fault}
+import mlx_lm
+from mlx_lm.generate import setup_arg_parser, stream_generate
+print('wrapped', hasattr(stream_generate, '__wrapped__'))
+print(setup_arg_parser().parse_args([]).num_draft_tokens)
+"""
+FAULTS = {
+    "an exception while patching": (
+        "import mlx_lm_mtp.host.patch as p\n"
+        "def apply(module): raise RuntimeError('broken')\n"
+        "p.apply = apply"
+    ),
+    "another version": (
+        "import mlx_lm_mtp.host.patch as p\np.version = lambda: '1.0.0'"
+    ),
+    "our code does not import": "sys.modules['mlx_lm_mtp.host.patch'] = None",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_breaks_mlx_lm_works_silently(fault):
+    code = BREAK.format(argv=[], fault=FAULTS[fault])
+    assert python(code) == (0, "wrapped False\n3\n", "")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_asking_for_mtp_then_says_why_not(fault):
+    code = BREAK.format(argv=["--mtp-assistant", "x"], fault=FAULTS[fault])
+    returned, _, err = python(code)
+    assert returned == 0
+    assert "--mtp-assistant is not available: " in err.splitlines()[0]
+
+
+def test_upstreams_own_flag_wins():
+    fault = """
+import argparse
+plain = argparse.ArgumentParser.parse_args
+import mlx_lm.generate
+g = sys.modules['mlx_lm.generate']
+def setup_arg_parser():
+    parser = argparse.ArgumentParser()
+    parser.add_argument('--mtp-assistant', default='theirs')
+    parser.add_argument('--num-draft-tokens', type=int, default=3)
+    return parser
+from mlx_lm_mtp.host import flags
+parser = setup_arg_parser()
+flags.add(parser)
+print(parser.parse_args([]))
+"""
+    _, out, err = python("import sys" + fault)
+    assert out == "Namespace(mtp_assistant='theirs', num_draft_tokens=3)\n", err
+
+
+def test_upstreams_own_model_file_wins_in_mlx_lm(tmp_path):
+    """mlx_lm.load takes theirs, load_assistant still ours."""
+    theirs = tmp_path / "gemma4_assistant.py"
+    theirs.write_text("class Model: pass\nclass ModelArgs: pass\n")
+    code = (
+        f"import mlx_lm.models; mlx_lm.models.__path__.insert(0, {str(tmp_path)!r});"
+        "from mlx_lm.utils import _get_classes;"
+        "from mlx_lm_mtp.pair import _model_file;"
+        "found = _get_classes({'model_type': 'gemma4_assistant'})[0];"
+        "ours = _model_file().Model;"
+        "print(hasattr(found, 'candidates'), hasattr(ours, 'candidates'))"
+    )
+    assert python(code) == (0, "False True\n", "")
+
+
+def test_public_names_are_there():
+    assert set(mlx_lm_mtp.__all__) <= set(dir(mlx_lm_mtp))
+    for name in mlx_lm_mtp.__all__:
+        assert getattr(mlx_lm_mtp, name) is not None
+    with pytest.raises(AttributeError):
+        mlx_lm_mtp.nothing  # noqa: B018
