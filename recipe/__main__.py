@@ -57,7 +57,9 @@ def train(args: argparse.Namespace, stages: list[str], data: Path) -> None:
     print(f"torch {torch.__version__}, {device}", flush=True)
     size = {"batch": args.batch, "length": args.length}
     if "target" in stages:
-        train_target(data, args.out, Plan(args.target_steps, learning_rate=5e-3, **size), device)
+        train_target(
+            data, args.out, Plan(args.target_steps, learning_rate=5e-3, **size), device
+        )
     if "drafter" in stages:
         target = load_target(args.out, device)
         plan = Plan(args.drafter_steps, learning_rate=4e-3, **size)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mlx_lm_mtp.clusters import order_by_cluster
+from mlx_lm_mtp.training.clusters import order_by_cluster
 
 from .folders import assistant_config, save_drafter
 from .gemma4 import Drafter, Target
@@ -45,9 +45,7 @@ class Distillation:
         with bfloat16(self.device):
             for k in range(1, len(WEIGHTS) + 1):
                 embedded = self.target.embed(tokens.roll(-k, 1)).detach()
-                hidden, z = self.drafter(
-                    embedded, hidden, self.positions + 1, shared
-                )
+                hidden, z = self.drafter(embedded, hidden, self.positions + 1, shared)
                 states.append(z)
         return logits, states
 

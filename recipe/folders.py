@@ -158,9 +158,7 @@ def _save(
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def save_target(
-    model: Target, config: dict[str, Any], data: Path, out: Path
-) -> None:
+def save_target(model: Target, config: dict[str, Any], data: Path, out: Path) -> None:
     """Write ``out/target``."""
     weights = {f"model.language_model.{k}": v for k, v in model.state_dict().items()}
     _save(weights, config, data, out / "target")

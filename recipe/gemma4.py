@@ -185,7 +185,10 @@ class Target(nn.Module):
         super().__init__()
         self.config = config
         hidden, vocab = config["hidden_size"], config["vocab_size"]
-        count, extra = config["num_hidden_layers"], config["hidden_size_per_layer_input"]
+        count, extra = (
+            config["num_hidden_layers"],
+            config["hidden_size_per_layer_input"],
+        )
         self.extra = extra
         self.owners = count - config["num_kv_shared_layers"]
         self.embed_tokens = nn.Embedding(vocab, hidden)

@@ -61,7 +61,10 @@ def shares(batch: int) -> list[int]:
 def _optimizer(model: nn.Module, plan: Plan, rate: Tensor) -> torch.optim.AdamW:
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in params if p.ndim > 1], "weight_decay": plan.weight_decay},
+        {
+            "params": [p for p in params if p.ndim > 1],
+            "weight_decay": plan.weight_decay,
+        },
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
     cuda = rate.is_cuda
