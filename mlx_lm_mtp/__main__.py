@@ -23,11 +23,13 @@ def main(argv: list[str] | None = None) -> int:
             importlib.import_module(module, __package__).add_arguments(command)
     args = parser.parse_args(argv)
     module = importlib.import_module(COMMANDS[args.command][0], __package__)
-    from .rounds import MTPError
-
     try:
         return int(module.main(args))
-    except MTPError as e:
+    except ValueError as e:
+        from .rounds import MTPError  # imports MLX
+
+        if not isinstance(e, MTPError):
+            raise
         print(f"mlx_lm_mtp {args.command}: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

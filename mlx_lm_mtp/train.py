@@ -27,10 +27,7 @@ from .training.loop import Interrupted, Plan, fit, make_optimizer
 from .training.own_text import own_rows
 
 # What a resumed training must not change.
-SETTINGS = (
-    "model adapter_path mtp_assistant init data mask_prompt own_text own_tokens iters "
-    "batch_size learning_rate max_seq_length num_draft_tokens seed"
-).split()
+SETTINGS = ["model", "adapter_path", "mtp_assistant", "init", "data", "mask_prompt", "own_text", "own_tokens", "iters", "batch_size", "learning_rate", "max_seq_length", "num_draft_tokens", "seed"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,10 +66,7 @@ def check_options(args: argparse.Namespace) -> None:
     Raises:
         MTPError: Naming the option.
     """
-    for name in (
-        "iters batch_size own_tokens num_draft_tokens steps_per_eval val_batches "
-        "save_every max_seq_length"
-    ).split():
+    for name in ["iters", "batch_size", "own_tokens", "num_draft_tokens", "steps_per_eval", "val_batches", "save_every", "max_seq_length"]:
         if getattr(args, name) < 1:
             flag = "--" + name.replace("_", "-")
             raise MTPError(f"{flag} is {getattr(args, name)}, it must be at least 1")
@@ -231,14 +225,15 @@ def _own_text(
 def _facts(
     args: argparse.Namespace, train: list[Row], valid: list[Row]
 ) -> dict[str, str]:
-    adapters = f" with adapters {folder_of(args.adapter_path)}" * bool(
-        args.adapter_path
-    )
-    began = f"hidden size {args.init}, at random" if args.init else args.mtp_assistant
+    target, began = folder_of(args.model), f"hidden size {args.init}, at random"
+    if args.adapter_path:
+        target += f" with adapters {folder_of(args.adapter_path)}"
+    if args.mtp_assistant:
+        began = folder_of(args.mtp_assistant)
     tokens = sum(len(row.tokens) for row in train)
     return {
-        "target": folder_of(args.model) + adapters,
-        "started from": folder_of(began) if args.mtp_assistant else began,
+        "target": target,
+        "started from": began,
         "data": f"{folder_of(args.data)}: {len(train)} rows, {tokens} tokens",
         "of these by the target itself": str(args.own_text),
         "held out": f"{len(valid)} rows",

@@ -4,13 +4,13 @@ import argparse
 import sysconfig
 from pathlib import Path
 
-STAGES = ("prepare", "target", "drafter")
+STAGES = ("prepare", "target", "drafter", "measure")
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m recipe", description=__doc__)
     parser.add_argument(
-        "stages", nargs="*", help="some of prepare, target, drafter; all by default"
+        "stages", nargs="*", help="some of prepare, target, drafter, measure; all by default"
     )
     parser.add_argument(
         "--library",
@@ -20,8 +20,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=Path("pair"))
     parser.add_argument("--data", type=Path, help="OUT/data by default")
-    parser.add_argument("--target-steps", type=int, default=8000)
-    parser.add_argument("--drafter-steps", type=int, default=8000)
+    parser.add_argument("--target-steps", type=int, default=7500)
+    parser.add_argument("--drafter-steps", type=int, default=10000)
     parser.add_argument("--own-rows", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=1024)
@@ -42,6 +42,10 @@ def main() -> None:
         prepare(args.library, data)
     if {"target", "drafter"} & set(stages):
         train(args, stages, data)
+    if "measure" in stages:
+        from .measure import measure
+
+        measure(args.out, data / "prompts.json")
 
 
 def train(args: argparse.Namespace, stages: list[str], data: Path) -> None:

@@ -26,6 +26,8 @@ EOS, BOS = 1, 2
 # Generated tables, data that is broken on purpose, and other people's code.
 LEFT_OUT = ("site-packages", "encodings", "pydoc_data", "lib2to3/tests/data")
 HELD_OUT_SHARE = 32  # one file of so many
+PROMPTS, PROMPT = 10, 200  # how many, and their tokens with <bos>
+PIECE = 600  # characters, about 200 tokens
 MAX_LINES = 80  # of a function or class that becomes a conversation
 
 
@@ -127,13 +129,46 @@ def _conversation(code: str, docstring: str | None) -> str:
     )
 
 
+def pieces(source: Source) -> Iterator[str]:
+    """The file in pieces of whole lines, for trainers that read a text a row."""
+    piece = ""
+    for line in source.text.splitlines(keepends=True):
+        if piece and len(piece) + len(line) > PIECE:
+            yield piece
+            piece = ""
+        piece += line
+    yield piece
+
+
+def write_rows(path: Path, sources: list[Source]) -> None:
+    """One row of ``{"text": ...}`` a piece."""
+    rows = [json.dumps({"text": p}) for s in sources for p in pieces(s)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(rows) + "\n")
+
+
+def held_out_prompts(sources: list[Source], tokenizer: Tokenizer) -> list[dict[str, str]]:
+    """Passages of PROMPT tokens from the middle of the longest held-out files."""
+    longest = sorted(sources, key=lambda s: (-len(s.text), s.name))[:PROMPTS]
+    prompts = []
+    for source in longest:
+        lines = source.text.splitlines(keepends=True)
+        text = "".join(lines[len(lines) // 3 :])
+        ids = tokenizer.encode(text, add_special_tokens=False).ids[: PROMPT - 1]
+        prompts.append({"file": source.name, "text": tokenizer.decode(ids)})
+    return prompts
+
+
 def _encode(tokenizer: Tokenizer, texts: list[str], end: list[int]) -> np.ndarray:
     rows = [row.ids + end for row in tokenizer.encode_batch(texts)]
     return np.array([token for row in rows for token in row], np.uint16)
 
 
 def prepare(library: Path, out: Path, vocab_size: int = 2048) -> None:
-    """Write tokenizer.json, corpus.json and the token streams ``*.npy``."""
+    """Write tokenizer.json, corpus.json, token streams ``*.npy`` and ``jsonl/``.
+
+    The last is the text as mlx-lm's trainers take it.
+    """
     out.mkdir(parents=True, exist_ok=True)
     sources = read_library(library)
     parts = {
@@ -151,6 +186,7 @@ def prepare(library: Path, out: Path, vocab_size: int = 2048) -> None:
         "tokens": {},
     }
     for name, part in parts.items():
+        write_rows(out / "jsonl" / f"{name}.jsonl", part)
         chats = [chat for source in part for chat in conversations(source)]
         streams = {
             f"{name}_files": _encode(tokenizer, [s.text for s in part], [EOS]),
@@ -159,4 +195,6 @@ def prepare(library: Path, out: Path, vocab_size: int = 2048) -> None:
         for key, tokens in streams.items():
             np.save(out / f"{key}.npy", tokens)
             about["tokens"][key] = len(tokens)
+    prompts = held_out_prompts(parts["valid"], tokenizer)
+    (out / "prompts.json").write_text(json.dumps(prompts, indent=1) + "\n")
     (out / "corpus.json").write_text(json.dumps(about, indent=1) + "\n")
