@@ -56,6 +56,11 @@ def _code(function: Any) -> Optional[CodeType]:
     return getattr(function, "__code__", None)
 
 
+def _is_one_of(code: Optional[CodeType], known: Iterable[Optional[CodeType]]) -> bool:
+    """Whether it is that very code: equal code elsewhere may mean other things."""
+    return code is not None and any(code is one for one in known)
+
+
 def _known_filters() -> tuple[Optional[CodeType], dict[CodeType, str]]:
     """The code of make_sampler's sampler and of the filters inside it."""
     sampler = sample_utils.make_sampler(
@@ -72,12 +77,11 @@ def _known_filters() -> tuple[Optional[CodeType], dict[CodeType, str]]:
 
 
 _SAMPLER, _FILTERS = _known_filters()
-_PURE_PROCESSORS = {
-    _code(sample_utils.make_repetition_penalty(1.0)),
-    _code(sample_utils.make_presence_penalty(1.0)),
-    _code(sample_utils.make_frequency_penalty(1.0)),
-    *map(_code, sample_utils.make_logits_processors(logit_bias={0: 0.0})),
-}
+# Filters that keep every one of at most so many candidates, and refuse to be asked.
+_KEPT = {"apply_top_k": "top_k", "apply_min_p": "min_tokens_to_keep"}
+_PURE_PROCESSORS = tuple(
+    map(_code, sample_utils.make_logits_processors({0: 0.0}, 1.1, 1, 1.0, 1, 1.0, 1))
+)
 
 
 def is_greedy(sampler: Optional[Sampler]) -> bool:
@@ -88,9 +92,10 @@ def is_greedy(sampler: Optional[Sampler]) -> bool:
 def is_mlx_lm(sampler: Sampler) -> bool:
     """Whether ``make_sampler`` built it: a pure function of log-probs and RNG."""
     known = {"sampling_methods", "temp"}
-    if _code(sampler) is not _SAMPLER or set(_cells(sampler)) != known:
+    if not _is_one_of(_code(sampler), (_SAMPLER,)) or set(_cells(sampler)) != known:
         return False
-    return all(_code(m) in _FILTERS for m in _cells(sampler)["sampling_methods"])
+    methods = _cells(sampler)["sampling_methods"]
+    return all(_is_one_of(_code(m), _FILTERS) for m in methods)
 
 
 def is_pure(processor: LogitsProcessor) -> bool:
@@ -99,7 +104,7 @@ def is_pure(processor: LogitsProcessor) -> bool:
     A processor of unknown origin may: it is called once for each emitted token, in
     order, as in plain decoding.
     """
-    return _code(processor) in _PURE_PROCESSORS
+    return _is_one_of(_code(processor), _PURE_PROCESSORS)
 
 
 def law_of(sampler: Sampler) -> Optional[Law]:
@@ -137,20 +142,21 @@ class ChainLaw:
 
     filters: tuple[tuple[str, Callable[[mx.array], mx.array]], ...]
     temp: float
+    subset: bool = False  # the filters may meet few candidates
 
     def __call__(
         self, logprobs: mx.array, coins: Optional[mx.array] = None
     ) -> mx.array:
         for name, apply in self.filters:
+            kept = _cells(apply).get(_KEPT.get(name, ""), 0)
             if name == "apply_xtc":
                 logprobs = _apply_xtc(apply, logprobs, coins)
-            elif name != "apply_top_k" or _cells(apply)["top_k"] < logprobs.shape[-1]:
-                # Among fewer candidates than k, top-k keeps every one.
+            elif not (self.subset and kept >= logprobs.shape[-1]):
                 logprobs = apply(logprobs)
         return log_softmax(logprobs * (1.0 / self.temp))
 
     def draft(self, heat: float) -> Law:
-        return replace(self, temp=self.temp * heat)
+        return replace(self, temp=self.temp * heat, subset=True)
 
     def on_candidates(self) -> bool:
         # XTC spares some tokens by their id.
@@ -174,12 +180,15 @@ def log_softmax(logits: mx.array) -> mx.array:
     A row without any possible token stays all -inf.
     """
     logits = logits.astype(mx.float32)
+    # From the largest down, as logits of thousands leave no digits for their sum.
+    logits = logits - mx.maximum(logits.max(axis=-1, keepdims=True), LOWEST)
     return logits - mx.maximum(logsumexp(logits), LOWEST)
 
 
 def logsumexp(x: mx.array) -> mx.array:
     """Float32 logsumexp over the last axis, kept, accurate for large vocabularies."""
-    return mx.logsumexp(mx.logsumexp(_fold(x, -mx.inf), axis=-1), -1, keepdims=True)
+    x = _fold(x.astype(mx.float32), -mx.inf)
+    return mx.logsumexp(mx.logsumexp(x, axis=-1), axis=-1, keepdims=True)
 
 
 def total(x: mx.array) -> mx.array:
@@ -199,7 +208,7 @@ def _fold(x: mx.array, filling: float) -> mx.array:
     if size % side:
         pad = [(0, 0)] * (x.ndim - 1) + [(0, -size % side)]
         x = mx.pad(x, pad, constant_values=filling)
-    return x.reshape(*x.shape[:-1], -1, side)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // side, side)
 
 
 def random_state() -> mx.array:

@@ -232,7 +232,7 @@ class Residual(Rule):
         logprobs = self._draft_law(normalise(logits), self._coins[:, self._drawn])
         self._drawn += 1
         noise = mx.random.gumbel(logprobs.shape, key=next(self._noise))
-        token = _pick(mx.argmax(logprobs + noise, axis=-1), ids)
+        token = _pick(verify.draw(logprobs, noise), ids)
         self._path = self._after(self._path, token)
         return Drawn(token, logprobs, ids)
 
@@ -243,7 +243,7 @@ class Residual(Rule):
         verdict = self._verify(
             draft.tokens,
             draft.law(vocab_size),
-            self._law(logprobs, self._coins),
+            self._law(logprobs, self._coins[:, :rows]),
             mx.random.uniform(shape=(batch, rows - 1), key=self._uniform_key),
             mx.random.gumbel((batch, vocab_size), key=self._gumbel_key),
         )

@@ -16,7 +16,12 @@ arguments. With p the target's law and q the drafter's,
 Draws: ``uniforms`` in [0, 1), one per draft; ``gumbel`` one per token of the
 vocabulary, for the token after the accepted prefix. They must be independent of the
 noise that drew the drafts and fresh in every round.
+
+A row with fewer than K drafts is padded with drafts whose law is -inf throughout: no
+coin accepts them, and what precedes them is judged as if they were not there.
 """
+
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -24,13 +29,12 @@ from .law import total
 from .rounds import Verdict
 
 TINY = 1.2e-38  # the smallest normal float32, which GPUs do not flush to zero
-TALLEST = 100.0  # beyond any Gumbel noise that 32 random bits give
+FAINTEST = -4.0  # below all finite Gumbel noise of 32 random bits
 
 
 def match(drafts: mx.array, tokens: mx.array) -> Verdict:
     """Accept drafts [B, K] while they equal the target's tokens [B, K + 1]."""
-    equal = drafts == tokens[:, :-1].astype(drafts.dtype)
-    accepted = mx.cumprod(equal.astype(mx.int32), axis=1).sum(axis=1)
+    accepted = _leading(drafts == tokens[:, :-1].astype(drafts.dtype))
     return Verdict(accepted, _at(tokens, accepted))
 
 
@@ -50,13 +54,10 @@ def token(
         uniforms: [B, K] in [0, 1).
         gumbel: [B, V] standard Gumbel noise.
     """
-    ratio_logs = _ratio_logs(drafts, draft_logprobs, target_logprobs)
-    kept = uniforms < mx.exp(mx.minimum(ratio_logs, 0.0))
-    accepted = mx.cumprod(kept.astype(mx.int32), axis=1).sum(axis=1)
-    scale = mx.zeros((drafts.shape[0], 1), mx.float32)
-    return Verdict(
-        accepted, _follow(accepted, scale, draft_logprobs, target_logprobs, gumbel)
-    )
+    terms = token_terms(drafts, draft_logprobs, target_logprobs)
+    accepted = _leading(uniforms < terms.thresholds)
+    next_logs = follow(accepted, terms, draft_logprobs, target_logprobs)
+    return Verdict(accepted, draw(next_logs, gumbel))
 
 
 def block(
@@ -67,19 +68,79 @@ def block(
     gumbel: mx.array,
 ) -> Verdict:
     """Block verification; the arguments are those of ``token``."""
+    terms = block_terms(drafts, draft_logprobs, target_logprobs)
+    accepted = _largest(uniforms < terms.thresholds)
+    next_logs = follow(accepted, terms, draft_logprobs, target_logprobs)
+    return Verdict(accepted, draw(next_logs, gumbel))
+
+
+class Terms(NamedTuple):
+    """What a rule knows of a draft before any coin falls."""
+
+    thresholds: mx.array  # [B, K] prefix i passes if its coin falls below
+    prefix_logs: mx.array  # [B, K + 1] log P of each prefix, the empty one first
+
+
+def token_terms(
+    drafts: mx.array, draft_logprobs: mx.array, target_logprobs: mx.array
+) -> Terms:
+    """min(1, p(x) / q(x)) of each draft; the prefixes before it are taken as given."""
+    ratio_logs = _ratio_logs(drafts, draft_logprobs, target_logprobs)
     batch, num = drafts.shape
-    if num == 0:
-        return token(drafts, draft_logprobs, target_logprobs, uniforms, gumbel)
-    prefix = _prefix_logs(_ratio_logs(drafts, draft_logprobs, target_logprobs))
-    thresholds = _block_thresholds(prefix, draft_logprobs, target_logprobs)
-    # The largest prefix whose coin succeeds: a failed coin does not end the scan.
-    stands = (uniforms < thresholds) * mx.arange(1, num + 1)
-    accepted = stands.max(axis=1)
-    start = mx.zeros((batch, 1), mx.float32)
-    scale = _at(mx.concatenate([start, prefix], axis=1), accepted)[:, None]
-    return Verdict(
-        accepted, _follow(accepted, scale, draft_logprobs, target_logprobs, gumbel)
+    return Terms(
+        mx.exp(mx.minimum(ratio_logs, 0.0)), mx.zeros((batch, num + 1), mx.float32)
     )
+
+
+def block_terms(
+    drafts: mx.array, draft_logprobs: mx.array, target_logprobs: mx.array
+) -> Terms:
+    """h_i = S_i / (S_i + 1 - P_i) with S_i the mass of residual i, and h_K = P_K."""
+    ratio_logs = _ratio_logs(drafts, draft_logprobs, target_logprobs)
+    num = drafts.shape[1]
+    prefix = _prefix_logs(ratio_logs)
+    inner = prefix[:, 1:num]
+    mass = total(
+        _residual(inner[..., None], draft_logprobs[:, 1:], target_logprobs[:, 1:num])
+    )
+    whole = mass - mx.expm1(inner)
+    h = mx.where(whole > 0, mass / mx.maximum(whole, TINY), 1.0)
+    return Terms(mx.concatenate([h, mx.exp(prefix[:, 1:])[:, -1:]], axis=1), prefix)
+
+
+def follow(
+    accepted: mx.array,
+    terms: Terms,
+    draft_logprobs: mx.array,
+    target_logprobs: mx.array,
+) -> mx.array:
+    """The law of the token after the accepted prefix [B, V], as logs of any scale."""
+    num = draft_logprobs.shape[1]
+    p = _at(target_logprobs, accepted)
+    if num == 0:
+        return p
+    q = _at(draft_logprobs, mx.minimum(accepted, num - 1))
+    residual = _residual(_at(terms.prefix_logs, accepted)[:, None], q, p)
+    # Only rounding empties a residual that is asked for; the law is then p itself.
+    recovers = (accepted < num)[:, None] & (residual.max(axis=-1, keepdims=True) > 0)
+    logs = mx.where(residual > 0, mx.log(mx.maximum(residual, TINY)), -mx.inf)
+    return mx.where(recovers, logs, p)
+
+
+def draw(logs: mx.array, gumbel: mx.array) -> mx.array:
+    """Gumbel-max. Noise of -inf, which MLX can draw, must not level the impossible."""
+    return mx.argmax(logs + mx.maximum(gumbel, FAINTEST), axis=-1)
+
+
+def _leading(passes: mx.array) -> mx.array:
+    """How many pass before the first that fails, [B, K] to [B]."""
+    return mx.cumprod(passes.astype(mx.int32), axis=1).sum(axis=1)
+
+
+def _largest(passes: mx.array) -> mx.array:
+    """The largest prefix that passes: a failed coin does not end the scan."""
+    places = mx.arange(passes.shape[1] + 1)
+    return (mx.pad(passes, [(0, 0), (1, 0)]) * places).max(axis=1)
 
 
 def _ratio_logs(
@@ -90,63 +151,22 @@ def _ratio_logs(
     num = drafts.shape[1]
     p = mx.take_along_axis(target_logprobs[:, :num], ids, axis=-1).squeeze(-1)
     q = mx.take_along_axis(draft_logprobs, ids, axis=-1).squeeze(-1)
-    possible = mx.isfinite(p) & mx.isfinite(q)
-    ratio = mx.where(possible, p, 0.0) - mx.where(possible, q, 0.0)
-    return mx.where(possible, ratio, -mx.inf)
+    drawable = mx.isfinite(q)
+    return mx.where(drawable, p - mx.where(drawable, q, 0.0), -mx.inf)
 
 
 def _prefix_logs(ratio_logs: mx.array) -> mx.array:
-    """log P_i = min(0, log P_{i-1} + log ratio_i), in closed form [B, K]."""
-    sums = mx.cumsum(ratio_logs, axis=1)
-    return sums - mx.maximum(mx.cummax(sums, axis=1), 0.0)
+    """log P_i = min(0, log P_{i-1} + log ratio_i) of i = 0..K, in closed form."""
+    sums = mx.cumsum(mx.pad(ratio_logs, [(0, 0), (1, 0)]), axis=1)
+    return sums - mx.cummax(sums, axis=1)
 
 
-def _block_thresholds(
-    prefix: mx.array, draft_logprobs: mx.array, target_logprobs: mx.array
-) -> mx.array:
-    """h_i of i = 1..K [B, K]: S_i / (S_i + 1 - P_i) with S_i the residual's mass."""
-    num = prefix.shape[1]
-    inner = prefix[:, :-1]
-    residuals = _residual(
-        inner[..., None], draft_logprobs[:, 1:], target_logprobs[:, 1:num]
-    )
-    mass = total(residuals) if num > 1 else mx.zeros_like(inner)
-    whole = mass - mx.expm1(inner)
-    h = mx.where(whole > 0, mass / mx.where(whole > 0, whole, 1.0), 1.0)
-    return mx.concatenate([h, mx.exp(prefix[:, -1:])], axis=1)
-
-
+@mx.compile  # one pass over the rows, and no copies of them
 def _residual(
     scale: mx.array, draft_logprobs: mx.array, target_logprobs: mx.array
 ) -> mx.array:
     """max(P p - q, 0) with log P = scale [..., 1]."""
     return mx.maximum(mx.exp(scale + target_logprobs) - mx.exp(draft_logprobs), 0.0)
-
-
-def _follow(
-    accepted: mx.array,
-    scale: mx.array,
-    draft_logprobs: mx.array,
-    target_logprobs: mx.array,
-    gumbel: mx.array,
-) -> mx.array:
-    """Draw the token after the accepted prefix [B]: recovered or bonus."""
-    num = draft_logprobs.shape[1]
-    p = _at(target_logprobs, accepted)
-    if num == 0:
-        return _draw(p, gumbel)
-    q = _at(draft_logprobs, mx.minimum(accepted, num - 1))
-    residual = _residual(scale, q, p)
-    # Only rounding empties a residual that is asked for; the law is then p itself.
-    recovers = (accepted < num)[:, None] & (residual.max(axis=-1, keepdims=True) > 0)
-    logs = mx.where(residual > 0, mx.log(mx.maximum(residual, TINY)), -mx.inf)
-    return _draw(mx.where(recovers, logs, p), gumbel)
-
-
-def _draw(logs: mx.array, gumbel: mx.array) -> mx.array:
-    """Gumbel-max. Noise of -inf, which MLX can draw, must not level the impossible."""
-    noisy = logs + mx.maximum(gumbel, -TALLEST)
-    return mx.argmax(mx.where(logs > -mx.inf, noisy, -mx.inf), axis=-1)
 
 
 def _at(rows: mx.array, index: mx.array) -> mx.array:

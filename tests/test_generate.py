@@ -62,8 +62,10 @@ def references(pair, prompts):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", range(1, 9))
 def test_greedy_equals_plain_around_the_window(pair, references, num):
+    """Each number of drafts at each length of prompt, 400 tokens."""
     for size, (prompt, wanted) in references.items():
         stats = MTPStats()
         found = mtp(
@@ -76,6 +78,15 @@ def test_greedy_equals_plain_around_the_window(pair, references, num):
         )
         assert found == wanted, size
         assert stats.tokens_per_forward > 1.3, (size, stats.summary())
+
+
+def test_greedy_equals_plain_past_the_window(pair, prompts):
+    """The short form of the test above, for every day."""
+    for num, size in enumerate([1, pair.window - 1, pair.window + 1, 100], start=1):
+        prompt = prompts[num][:size].tolist()
+        wanted = plain(pair.model, prompt, 60)
+        options = {"num_draft_tokens": num, "max_tokens": 60}
+        assert mtp(pair.model, pair.drafter, prompt, **options) == wanted, size
 
 
 @pytest.mark.parametrize("num", [3, 4])

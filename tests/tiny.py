@@ -25,7 +25,7 @@ KINDS = {
 }
 
 
-def make_target(kind: str = "dense", window: int = 8, seed: int = 0):
+def make_target(kind: str = "dense", window: int = 8, seed: int = 0, pattern=None):
     """A random float32 target whose logits are far from ties."""
     mx.random.seed(seed)
     options = {
@@ -34,7 +34,8 @@ def make_target(kind: str = "dense", window: int = 8, seed: int = 0):
         "num_key_value_heads": 2,
         **KINDS[kind],
     }
-    layers = 2 * len(PATTERN) + options["num_kv_shared_layers"]
+    pattern = pattern or 2 * PATTERN
+    layers = len(pattern) + options["num_kv_shared_layers"]
     args = gemma4_text.ModelArgs(
         hidden_size=16,
         num_hidden_layers=layers,
@@ -45,7 +46,7 @@ def make_target(kind: str = "dense", window: int = 8, seed: int = 0):
         vocab_size=VOCAB,
         vocab_size_per_layer_input=VOCAB,
         sliding_window=window,
-        layer_types=(PATTERN * layers)[:layers],
+        layer_types=(pattern * 2)[:layers],
         **options,
     )
     model = gemma4_text.Model(args)
