@@ -17,10 +17,10 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="mlx_lm_mtp", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (module, text) in COMMANDS.items():
+    for name, (home, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         if argv[:1] == [name]:
-            importlib.import_module(module, __package__).add_arguments(command)
+            importlib.import_module(home, __package__).add_arguments(command)
     args = parser.parse_args(argv)
     module = importlib.import_module(COMMANDS[args.command][0], __package__)
     try:

@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 from mlx_lm import load
 from mlx_lm.utils import _download
 
@@ -27,7 +27,22 @@ from .training.loop import Interrupted, Plan, fit, make_optimizer
 from .training.own_text import own_rows
 
 # What a resumed training must not change.
-SETTINGS = ["model", "adapter_path", "mtp_assistant", "init", "data", "mask_prompt", "own_text", "own_tokens", "iters", "batch_size", "learning_rate", "max_seq_length", "num_draft_tokens", "seed"]
+SETTINGS = (
+    "model",
+    "adapter_path",
+    "mtp_assistant",
+    "init",
+    "data",
+    "mask_prompt",
+    "own_text",
+    "own_tokens",
+    "iters",
+    "batch_size",
+    "learning_rate",
+    "max_seq_length",
+    "num_draft_tokens",
+    "seed",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +81,16 @@ def check_options(args: argparse.Namespace) -> None:
     Raises:
         MTPError: Naming the option.
     """
-    for name in ["iters", "batch_size", "own_tokens", "num_draft_tokens", "steps_per_eval", "val_batches", "save_every", "max_seq_length"]:
+    for name in (
+        "iters",
+        "batch_size",
+        "own_tokens",
+        "num_draft_tokens",
+        "steps_per_eval",
+        "val_batches",
+        "save_every",
+        "max_seq_length",
+    ):
         if getattr(args, name) < 1:
             flag = "--" + name.replace("_", "-")
             raise MTPError(f"{flag} is {getattr(args, name)}, it must be at least 1")
@@ -128,7 +152,7 @@ def _start(
         config = fresh_config(target, args.init)
         drafter = fresh_drafter(target, config, args.seed)
         stored = getattr(mx, config["dtype"])
-        dtypes = {k: stored for k, _ in tree_flatten(drafter.parameters())}
+        dtypes = dict.fromkeys(state.flat(drafter.parameters()), stored)
     else:
         folder = find_assistant(args.mtp_assistant)
         config = read_config(folder)
@@ -138,7 +162,7 @@ def _start(
                 "was made from, and quantise the result with mlx_lm.convert -q"
             )
         drafter = load_assistant(str(folder), target.model)
-        dtypes = {k: v.dtype for k, v in tree_flatten(drafter.parameters())}
+        dtypes = {k: v.dtype for k, v in state.flat(drafter.parameters()).items()}
     drafter.update(tree_map(_as_float32, drafter.parameters()))
     freeze_fixed(drafter)
     return drafter, config, dtypes, folder
@@ -189,9 +213,9 @@ def run(args: argparse.Namespace) -> None:
     )
     optimizer = make_optimizer(plan)
     if about is None:
-        before = asdict(card.measure(model, drafter, valid))
+        measured = asdict(card.measure(model, drafter, valid))
         optimizer.init(drafter.trainable_parameters())
-        about = {"settings": _settings(args), "before": before, "step": 0}
+        about = {"settings": _settings(args), "before": measured, "step": 0}
     else:
         state.load_state(args.save_path, drafter, optimizer)
     distiller = Distiller(target, drafter, args.num_draft_tokens, args.grad_checkpoint)

@@ -10,7 +10,9 @@ STAGES = ("prepare", "target", "drafter", "measure")
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m recipe", description=__doc__)
     parser.add_argument(
-        "stages", nargs="*", help="some of prepare, target, drafter, measure; all by default"
+        "stages",
+        nargs="*",
+        help=f"some of {', '.join(STAGES)}; all by default",
     )
     parser.add_argument(
         "--library",

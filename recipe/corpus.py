@@ -17,11 +17,21 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-SPECIAL = (
-    "<pad> <eos> <bos> <unk> <start_of_turn> <end_of_turn> <start_of_image> "
-    "<end_of_image> <image_soft_token> <video_soft_token> <start_of_audio> "
-    "<end_of_audio> <audio_soft_token>"
-).split()
+SPECIAL = [
+    "<pad>",
+    "<eos>",
+    "<bos>",
+    "<unk>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<start_of_image>",
+    "<end_of_image>",
+    "<image_soft_token>",
+    "<video_soft_token>",
+    "<start_of_audio>",
+    "<end_of_audio>",
+    "<audio_soft_token>",
+]
 EOS, BOS = 1, 2
 # Generated tables, data that is broken on purpose, and other people's code.
 LEFT_OUT = ("site-packages", "encodings", "pydoc_data", "lib2to3/tests/data")
@@ -147,7 +157,9 @@ def write_rows(path: Path, sources: list[Source]) -> None:
     path.write_text("\n".join(rows) + "\n")
 
 
-def held_out_prompts(sources: list[Source], tokenizer: Tokenizer) -> list[dict[str, str]]:
+def held_out_prompts(
+    sources: list[Source], tokenizer: Tokenizer
+) -> list[dict[str, str]]:
     """Passages of PROMPT tokens from the middle of the longest held-out files."""
     longest = sorted(sources, key=lambda s: (-len(s.text), s.name))[:PROMPTS]
     prompts = []

@@ -1,7 +1,6 @@
 """Gemma 4's text model and its drafter in PyTorch, in the few lines training needs.
 
-Parameters have the names of the checkpoint, so a ``state_dict`` is the file. What the
-drafter reads is returned, and nothing is cached but in ``Decoder``.
+Parameters have the names of the checkpoint, so a ``state_dict`` is the file.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Turn source files into rows for a trainer: ``python -m recipe.rows FOLDER PATTERN OUT``.
+"""Source files as rows for a trainer: ``python -m recipe.rows FOLDER PATTERN OUT``.
 
 Writes OUT/train.jsonl and OUT/valid.jsonl, split by the files' names.
 """

@@ -1,7 +1,7 @@
 """``python -m mlx_lm_mtp demo``: a small trained pair, plain and with MTP.
 
-The pair is Gemma 4's E2B in small and writes Python; ``README.md`` beside this file says
-how it was made and how good it is.
+The pair is Gemma 4's E2B in small and writes Python; ``README.md`` beside this file
+says how it was made and how good it is.
 """
 
 import argparse

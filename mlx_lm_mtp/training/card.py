@@ -9,12 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from .. import __version__
 from ..generate import mtp_generate_step
 from ..stats import MTPStats
 from .data import Row
+from .state import flat
 
 NUM_DRAFTS = 3
 PROMPTS, PROMPT, TOKENS = 8, 64, 64  # of a measurement
@@ -51,7 +51,7 @@ def write_drafter(
         config: Its config.json.
         dtypes: The type to store each weight in.
     """
-    weights = {k: v.astype(dtypes[k]) for k, v in tree_flatten(drafter.parameters())}
+    weights = {k: v.astype(dtypes[k]) for k, v in flat(drafter.parameters()).items()}
     key = "masked_embedding.token_ordering"
     if key in weights:
         weights[key] = weights[key].astype(mx.int64)
@@ -95,8 +95,8 @@ def write_card(
         *(f"| {name} | {version(name)} |" for name in ("mlx", "mlx-lm")),
         f"| mlx-lm-mtp | {__version__} |",
         "",
-        f"Greedy rounds of {NUM_DRAFTS} drafts on held-out text ({PROMPTS} prompts of at "
-        f"most {PROMPT} tokens, or the prompts of the data; {TOKENS} tokens each):",
+        f"Greedy rounds of {NUM_DRAFTS} drafts on held-out text ({PROMPTS} prompts "
+        f"of at most {PROMPT} tokens, or the data's own; {TOKENS} tokens each):",
         "",
         "| | tokens per target forward | accepted by position |",
         "|---|---|---|",

@@ -137,7 +137,7 @@ class Distiller:
         run = mx.checkpoint(step) if self.grad_checkpoint else step
         hidden, states = reading.hidden, []
         for k in range(1, self.num_drafts + 1):
-            embedded = self.target.embed(mx.roll(tokens, -k, axis=1))
+            embedded = self.target.embed(mx.roll(tokens, -k, 1))
             params = self.drafter.trainable_parameters()
             hidden, state = run(params, embedded, hidden, reading.shared_kv)
             states.append(state)
@@ -189,7 +189,7 @@ class Distiller:
         parts = mx.split(self.ordering, borders)
         # One gather and a split, whose gradient is one scatter and not one a chunk.
         rows = mx.split(self.drafter.model.embed_tokens.weight[self.ordering], borders)
-        norm = self._logsumexp(hidden, parts)
+        norm = self._logsumexp(hidden, list(parts))
 
         def chunk(
             states: mx.array, rows: mx.array, part: mx.array
@@ -210,20 +210,19 @@ class Distiller:
         dots, norms, masses = zip(
             *(run(states, r, p) for r, p in zip(rows, parts, strict=True)), strict=True
         )
-        entropy = mx.logsumexp(mx.stack(norms), axis=0) - sum(dots)
+        entropy = mx.logsumexp(mx.stack(list(norms)), axis=0) - sum(dots)
         if not self.clusters:
             return entropy, entropy
         scores = self.drafter.masked_embedding.centroids(states)
-        mass = mx.concatenate(masses, -1)
+        mass = mx.concatenate(list(masses), -1)
         return entropy, mx.logsumexp(scores, -1) - (mass * scores).sum(-1)
 
     def _logsumexp(self, hidden: mx.array, parts: list[mx.array]) -> mx.array:
-        total = None
-        for part in parts:
-            logits = self.target.logits(hidden, part).astype(mx.float32)
-            found = mx.logsumexp(logits, -1, keepdims=True)
-            total = found if total is None else mx.logaddexp(total, found)
-        return mx.stop_gradient(total)
+        norms = [
+            mx.logsumexp(self.target.logits(hidden, part).astype(mx.float32), -1)
+            for part in parts
+        ]
+        return mx.stop_gradient(mx.logsumexp(mx.stack(norms, -1), -1, keepdims=True))
 
     def _choices(self, hidden: mx.array) -> mx.array:
         """The target's greedy tokens [B, T]."""
@@ -244,11 +243,8 @@ class Distiller:
     def _num_candidates(self) -> int:
         if not self.clusters:
             return 1
-        return (
-            self.target.vocab_size
-            // self.clusters
-            * int(self.drafter.masked_embedding.top_k)
-        )
+        top_k: int = self.drafter.masked_embedding.top_k
+        return self.target.vocab_size // self.clusters * top_k
 
     def _draft(self, states: mx.array) -> mx.array:
         ids, logits = self.drafter.candidates(states)

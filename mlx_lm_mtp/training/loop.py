@@ -86,8 +86,7 @@ def _make_step(
     if mx.default_device() == mx.Device(mx.cpu):
         return step
     state = [drafter.state, optimizer.state]
-    compiled: Any = partial(mx.compile, inputs=state, outputs=state)(step)
-    return compiled  # type: ignore[no-any-return]
+    return partial(mx.compile, inputs=state, outputs=state)(step)
 
 
 def held_out_agreement(
@@ -100,9 +99,8 @@ def held_out_agreement(
         new, of = distiller.agreement(*batch)
         agreed, possible = agreed + new, possible + of
         mx.eval(agreed, possible)
-    return [
-        a / max(p, 1) for a, p in zip(agreed.tolist(), possible.tolist(), strict=True)
-    ]
+    shares: Any = (agreed / mx.maximum(possible, 1)).tolist()
+    return list(shares)
 
 
 def fit(

@@ -15,13 +15,19 @@ FILE = "checkpoint.safetensors"
 DRAFTER, OPTIMIZER = "drafter.", "optimizer."
 
 
+def flat(tree: Any) -> dict[str, mx.array]:
+    """The arrays of a tree by their dotted names."""
+    arrays: Any = tree_flatten(tree, destination={})
+    return dict(arrays)
+
+
 def save_state(
     folder: Path, drafter: nn.Module, optimizer: optim.Optimizer, about: dict[str, Any]
 ) -> None:
     """Write the checkpoint; a kill leaves the one before or this one, whole."""
     arrays = {
-        **{DRAFTER + k: v for k, v in tree_flatten(drafter.trainable_parameters())},
-        **{OPTIMIZER + k: v for k, v in tree_flatten(optimizer.state)},
+        **{DRAFTER + k: v for k, v in flat(drafter.trainable_parameters()).items()},
+        **{OPTIMIZER + k: v for k, v in flat(optimizer.state).items()},
     }
     temporary = folder / f".{FILE}.part.safetensors"
     mx.save_safetensors(str(temporary), arrays, {"about": json.dumps(about)})
@@ -37,7 +43,8 @@ def read_about(folder: Path) -> Optional[dict[str, Any]]:
 
 def _load(folder: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
     try:
-        arrays, metadata = mx.load(str(folder / FILE), return_metadata=True)
+        loaded: Any = mx.load(str(folder / FILE), return_metadata=True)
+        arrays, metadata = loaded
         about: dict[str, Any] = json.loads(metadata["about"])
     except (RuntimeError, KeyError, ValueError) as e:
         raise MTPError(f"{folder / FILE} is damaged: delete it to begin anew") from e
