@@ -5,16 +5,19 @@ says how it was made and how good it is.
 """
 
 import argparse
+import shutil
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 FOLDER = Path(__file__).parent
 TARGET, ASSISTANT = FOLDER / "target", FOLDER / "assistant"
 PROMPT = "def read_lines(path, encoding='utf-8'):"
 NUM_DRAFTS = 3
+GAP = 4  # between the columns
 REAL_COMMAND = (
     "mlx_lm.generate --model mlx-community/gemma-4-e4b-it-4bit \\\n"
     "    --mtp-assistant mlx-community/gemma-4-E4B-it-assistant-bf16 --prompt ..."
@@ -59,14 +62,48 @@ def _timed(run: Run, steps: Iterator[Any], eos: set[int]) -> Iterator[int]:
         start = time.perf_counter()
 
 
-def _show(title: str, tokens: Iterator[int], tokenizer: Any) -> None:
-    print(f"\n--- {title} " + "-" * (70 - len(title)), flush=True)
-    detokenizer = tokenizer.detokenizer
-    for token in tokens:
-        detokenizer.add_token(token)
-        print(detokenizer.last_segment, end="", flush=True)
-    detokenizer.finalize()
-    print(detokenizer.last_segment, flush=True)
+class _Column:
+    """Text that stays in its half of a terminal; without one, plain text."""
+
+    def __init__(self, title: str, left: int, width: Optional[int]) -> None:
+        self.left, self.width, self.used, self.lines = left, width, 0, 1
+        self.write(title + "\n" + "-" * len(title) + "\n")
+
+    def write(self, text: str) -> None:
+        if self.width is None:
+            print(text, end="", flush=True)
+            return
+        out = ""
+        for character in text.expandtabs(4):
+            if character == "\n" or self.used == self.width:
+                out += f"\n\x1b[{self.left + 1}G"
+                self.lines, self.used = self.lines + 1, 0
+            if character != "\n":
+                out, self.used = out + character, self.used + 1
+        print(out, end="", flush=True)
+
+    def show(self, tokens: Iterator[int], tokenizer: Any) -> None:
+        detokenizer = tokenizer.detokenizer
+        for token in tokens:
+            detokenizer.add_token(token)
+            self.write(detokenizer.last_segment)
+        detokenizer.finalize()
+        self.write(detokenizer.last_segment)
+
+
+def _beside(first: _Column, title: str) -> _Column:
+    """The second column: to the right of the first if that is still on the screen."""
+    if first.width is None or first.lines >= shutil.get_terminal_size().lines:
+        print("\n")
+        return _Column(title, 0, first.width)
+    left = first.width + GAP
+    print(f"\x1b[{first.lines - 1}A\x1b[{left + 1}G", end="")
+    return _Column(title, left, first.width)
+
+
+def _width() -> Optional[int]:
+    columns = shutil.get_terminal_size().columns
+    return (columns - GAP) // 2 if sys.stdout.isatty() and columns >= 80 else None
 
 
 def main(args: argparse.Namespace) -> int:
@@ -96,10 +133,14 @@ def main(args: argparse.Namespace) -> int:
         pass
     plain, mtp = Run("plain", []), Run("MTP", [])
     steps = generate_step(prompt, model, max_tokens=args.max_tokens)
-    print(args.prompt)
-    _show("plain decoding", _timed(plain, steps, eos), tokenizer)
+    print(args.prompt + "\n")
+    # One after the other, since together each would slow the other down.
+    left = _Column("plain decoding", 0, _width())
+    left.show(_timed(plain, steps, eos), tokenizer)
     steps = mtp_generate_step(prompt, model, drafter, stats=stats, **options)
-    _show("multi-token prediction", _timed(mtp, steps, eos), tokenizer)
+    right = _beside(left, "multi-token prediction")
+    right.show(_timed(mtp, steps, eos), tokenizer)
+    print("\n" * max(left.lines - right.lines, 0))
     print(_summary(plain, mtp, stats))
     return 0 if plain.tokens == mtp.tokens else 1
 

@@ -82,9 +82,6 @@ def _make_step(
         optimizer.update(drafter, grads)
         return loss
 
-    # Kernels compiled on the CPU cost more than they save here.
-    if mx.default_device() == mx.Device(mx.cpu):
-        return step
     state = [drafter.state, optimizer.state]
     return partial(mx.compile, inputs=state, outputs=state)(step)
 
