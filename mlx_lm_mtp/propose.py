@@ -62,7 +62,8 @@ def propose(
 def _step(
     drafter: Any, inputs: mx.array, shared_kv: Any, position: int
 ) -> tuple[mx.array, Optional[mx.array], mx.array]:
-    if not hasattr(drafter, "candidates"):
+    # A subclass or a wrapper that changes the call must not be passed by.
+    if "candidates" not in vars(type(drafter)):
         hidden, logits = drafter(inputs, shared_kv, position)
         return hidden, None, logits[:, -1]
     hidden, h = drafter.step(inputs, shared_kv, position)

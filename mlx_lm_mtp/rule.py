@@ -57,12 +57,14 @@ def make_rule(
         processors: Likewise.
         vocab_size: V.
         verification: "block", "token" or "coupled".
-        draft_heat: Temperature of the drafts relative to the target's. Any positive
-            value keeps the target's law; it moves the acceptance only.
+        draft_heat: Temperature of the drafts relative to the target's. Any value
+            keeps the target's law, it moves the acceptance only; 0 drafts greedily.
 
     Raises:
-        MTPError: If the verification is not known.
+        MTPError: If the verification is not known, or the heat negative.
     """
+    if draft_heat < 0:
+        raise MTPError(f"draft_heat is {draft_heat}, it must be 0 or more")
     if verification not in VERIFICATIONS:
         raise MTPError(
             f"verification is {verification!r}, it must be one of "
@@ -212,7 +214,7 @@ class Residual(Rule):
     ) -> None:
         super().__init__(processors, vocab_size)
         self._law = law
-        self._draft_law = law.draft(draft_heat)
+        self._draft_law = law.draft(draft_heat) if draft_heat else None
         self._verify = {"block": verify.block, "token": verify.token}[verification]
         # mlx-lm's generator seeds the run, so that its seed reproduces it.
         self._key = mx.random.randint(0, 2**31 - 1, (2,), mx.uint32)
@@ -227,8 +229,12 @@ class Residual(Rule):
         self._drawn = 0
 
     def draw(self, ids: Optional[mx.array], logits: mx.array) -> Drawn:
-        dense = not self._draft_law.on_candidates()
+        dense = self._draft_law is not None and not self._draft_law.on_candidates()
         ids, logits = self._processed(ids, logits, dense)
+        if self._draft_law is None:
+            token = _pick(mx.argmax(logits, axis=-1), ids)
+            self._path = self._after(self._path, token)
+            return Drawn(token)
         logprobs = self._draft_law(normalise(logits), self._coins[:, self._drawn])
         self._drawn += 1
         noise = mx.random.gumbel(logprobs.shape, key=next(self._noise))

@@ -1,11 +1,15 @@
 """Plain mlx-lm stays what it is; MTP comes and goes whole."""
 
 import importlib
+import os
 import subprocess
 import sys
 
+import mlx.core as mx
 import mlx_lm
+import numpy as np
 import pytest
+from conftest import PAIRS
 
 import mlx_lm_mtp
 from mlx_lm_mtp import MTPError, disable, enable, status
@@ -98,8 +102,6 @@ def test_an_ordinary_draft_model_takes_mlx_lms_own_path(monkeypatch):
 
 
 def python(code, **environment):
-    import os
-
     run = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -212,3 +214,75 @@ def test_public_names_are_there():
         assert getattr(mlx_lm_mtp, name) is not None
     with pytest.raises(AttributeError):
         mlx_lm_mtp.nothing  # noqa: B018
+
+
+# Apps that only know mlx-lm -----------------------------------------------------------
+
+
+def test_an_app_keeps_its_progress_callback(pair_e):
+    seen, stats = [], mlx_lm_mtp.MTPStats()
+    steps = mlx_lm.stream_generate(
+        pair_e.model,
+        pair_e.tokenizer,
+        "import os\n" * 20,
+        max_tokens=20,
+        draft_model=pair_e.drafter,
+        prompt_progress_callback=lambda *a: seen.append(a),
+        prefill_step_size=30,
+        stats=stats,
+    )
+    responses = list(steps)
+    total = responses[-1].prompt_tokens
+    assert seen[0] == (0, total) and (30, total) in seen and seen[-1] == (total, total)
+    assert any(r.from_draft for r in responses) and stats.rounds > 0
+
+
+def test_an_app_may_give_input_embeddings(pair_e):
+    model, tokenizer = pair_e.loaded
+    tokens = tokenizer.encode("import os\nimport sys\n")
+    embeddings = model.language_model.model.embed_tokens(mx.array(tokens)) * 1.01
+    options = {"input_embeddings": embeddings, "max_tokens": 20}
+
+    def text(**more):
+        steps = mlx_lm.stream_generate(model, tokenizer, tokens, **options, **more)
+        return [r.token for r in steps]
+
+    assert text(draft_model=pair_e.drafter) == text()
+
+
+def test_generate_takes_a_drafter_by_position_too(pair_e):
+    model, tokenizer = pair_e.loaded
+    wanted = mlx_lm.generate(model, tokenizer, "import os", max_tokens=12)
+    found = "".join(
+        r.text
+        for r in mlx_lm.stream_generate(
+            model, tokenizer, "import os", 12, pair_e.drafter
+        )
+    )
+    assert found == wanted
+
+
+def test_a_stop_token_inside_a_draft_ends_the_text(pair):
+    case = np.load(PAIRS / pair.name / "eos_case.npz")
+    steps = mlx_lm.stream_generate(
+        pair.model,
+        pair.tokenizer,
+        case["prompt"].tolist(),
+        max_tokens=100,
+        draft_model=pair.drafter,
+        num_draft_tokens=8,
+    )
+    responses = list(steps)
+    assert responses[-1].finish_reason == "stop"
+    # stream_generate repeats nothing: its last response carries the stop token.
+    assert [r.token for r in responses] == case["greedy"].tolist()
+
+
+def test_a_text_that_ends_at_once_says_so(pair_e, caplog):
+    model, tokenizer = pair_e.loaded
+    options = {"max_tokens": 1, "draft_model": pair_e.drafter}
+    mlx_lm.generate(model, tokenizer, "import os", **options)
+    assert "before the assistant was used" in caplog.text
+    caplog.clear()
+    mlx_lm.generate(model, tokenizer, "import os", num_draft_tokens=0, **options)
+    assert caplog.text == ""

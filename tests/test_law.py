@@ -163,9 +163,17 @@ def test_candidates_have_the_law_of_the_whole(flags, dtype, seed, count):
     whole = mx.put_along_axis(mx.full((1, VOCAB), -mx.inf, dtype), ids, some, -1)
     ours = law.law_of(make_sampler(**flags))
     expected = mx.take_along_axis(ours(law.normalise(whole)), ids, -1)
-    np.testing.assert_allclose(
-        probs(ours(law.normalise(some))), probs(expected), atol=1e-6
-    )
+    drafts = ours.draft(1.0)(law.normalise(some))
+    np.testing.assert_allclose(probs(drafts), probs(expected), atol=1e-6)
+
+
+def test_a_filter_that_mlx_lm_refuses_is_refused():
+    logprobs = law.normalise(mx.zeros((1, VOCAB)))
+    sampler = make_sampler(1.0, top_k=VOCAB)
+    with pytest.raises(ValueError, match="top_k"):
+        sampler(logprobs)
+    with pytest.raises(ValueError, match="top_k"):
+        law.law_of(sampler)(logprobs)
 
 
 def test_xtc_needs_the_whole_vocabulary():
