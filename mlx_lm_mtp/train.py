@@ -225,7 +225,10 @@ def run(args: argparse.Namespace) -> None:
     before = card.restore(about["before"])
     trained = load_assistant(str(args.save_path), model)
     after = card.measure(model, trained, valid)
-    card.write_card(args.save_path, _facts(args, train, valid), before, after)
+    pair = f"--model {folder_of(args.model)}"
+    if args.adapter_path:
+        pair += f" --adapter-path {folder_of(args.adapter_path)}"
+    card.write_card(args.save_path, pair, _facts(args, train, valid), before, after)
     (args.save_path / state.FILE).unlink()
     print(f"before  {before.summary()}\nafter   {after.summary()}")
     print(f"The drafter is in {args.save_path}: give it to --mtp-assistant.")
@@ -251,7 +254,7 @@ def _facts(
 ) -> dict[str, str]:
     target, began = folder_of(args.model), f"hidden size {args.init}, at random"
     if args.adapter_path:
-        target += f" with adapters {folder_of(args.adapter_path)}"
+        target += f", adapters {folder_of(args.adapter_path)}"
     if args.mtp_assistant:
         began = folder_of(args.mtp_assistant)
     tokens = sum(len(row.tokens) for row in train)

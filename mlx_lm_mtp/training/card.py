@@ -73,9 +73,17 @@ def restore(stats: dict[str, Any]) -> MTPStats:
 
 
 def write_card(
-    folder: Path, facts: dict[str, str], before: MTPStats, after: MTPStats
+    folder: Path, pair: str, facts: dict[str, str], before: MTPStats, after: MTPStats
 ) -> None:
-    """README.md: what the drafter is for, what it learnt from, how good it is."""
+    """README.md: what the drafter is for, what it learnt from, how good it is.
+
+    Args:
+        folder: The drafter's.
+        pair: Options of mlx-lm that load the target.
+        facts: Lines of the table.
+        before: What was measured before training.
+        after: And after.
+    """
     lines = [
         "---",
         "library_name: mlx",
@@ -87,7 +95,7 @@ def write_card(
         "",
         "Trained with `mlx_lm_mtp train`; use it with",
         "",
-        f"    mlx_lm.generate --model {facts['target']} --mtp-assistant THIS_FOLDER",
+        f"    mlx_lm.generate {pair} --mtp-assistant THIS_FOLDER",
         "",
         "| | |",
         "|---|---|",
