@@ -366,6 +366,33 @@ def test_two_generations_share_a_drafter(pair, prompts):
     ]
 
 
+def test_a_drafter_of_ones_own_is_called_as_documented(pair, prompts):
+    """A subclass that changes the call, and a wrapper around a drafter."""
+    calls = []
+
+    class Counting(type(pair.drafter)):
+        def __call__(self, inputs_embeds, shared_kv, position):
+            calls.append(position)
+            return pair.drafter(inputs_embeds, shared_kv, position)
+
+    class Around:
+        def __getattr__(self, name):
+            return getattr(pair.drafter, name)
+
+        def __call__(self, inputs_embeds, shared_kv, position):
+            calls.append(position)
+            return pair.drafter(inputs_embeds, shared_kv, position)
+
+    prompt = prompts[8][:40].tolist()
+    wanted = plain(pair.model, prompt, 24)
+    for drafter in (Counting(pair.drafter.args), Around()):
+        calls.clear()
+        stats = MTPStats()
+        found = mtp(pair.model, drafter, prompt, max_tokens=24, stats=stats)
+        assert found == wanted
+        assert len(calls) == sum(stats.drafted) > 0 and stats.accepted[0] > 0
+
+
 def test_zero_drafts_never_call_the_drafter():
     wanted, drafter = scripted("e", [4], [], 12)
     stats = MTPStats()

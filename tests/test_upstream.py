@@ -138,7 +138,7 @@ def hub(tmp_path_factory):
         shutil.copy(PAIRS / "e" / "target" / name, snapshot)
     config = {
         "model_type": "qwen2",
-        "hidden_size": 64,
+        "hidden_size": 256,
         "num_hidden_layers": 4,
         "intermediate_size": 128,
         "num_attention_heads": 4,
