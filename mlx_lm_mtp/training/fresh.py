@@ -1,16 +1,17 @@
 """A new drafter for a target, of a given size."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_map
+from mlx.utils import tree_map_with_path
 
 from ..pair import _classes as model_classes
 from ..rounds import MTPError
 from ..target import Target
-from .clusters import order_by_cluster
+from .clusters import Rows, order_by_cluster
 
 LAYER_TYPES = ["sliding_attention"] * 3 + ["full_attention"]  # as Google's drafters
 MAX_CENTROIDS, CLUSTER_SIZE, MIN_TOP_K = 2048, 32, 8
@@ -96,23 +97,29 @@ def _text_config(target: Target, size: int) -> dict[str, Any]:
 
 
 def fresh_drafter(target: Target, config: dict[str, Any], seed: int) -> nn.Module:
-    """A random drafter, whose token rows are the target's, projected to its size.
+    """A new drafter whose space is the target's main directions; its layers are random.
 
-    So similar tokens start alike, which is what clusters are made of.
+    So similar tokens start alike, which is what clusters are made of, and token and
+    hidden state enter in the coordinates in which the head reads.
     """
     model_class, args_class = model_classes(config)
-    with_seed = mx.random.key(seed)
     drafter: nn.Module = model_class(args_class.from_dict(config))
-    keys = iter(mx.random.split(with_seed, 256))
+    keys = iter(mx.random.split(mx.random.key(seed), 256))
 
-    def draw(weight: mx.array) -> mx.array:
+    def draw(path: str, weight: mx.array) -> mx.array:
+        if "post_" in path and path.endswith("layernorm.weight"):
+            # Each branch starts small, so that the stack starts near the identity.
+            return weight * (2 * len(drafter.layers)) ** -0.5
         if weight.ndim < 2:
             return weight
         return mx.random.normal(weight.shape, key=next(keys)) * weight.shape[-1] ** -0.5
 
-    drafter.update(tree_map(draw, drafter.parameters()))
+    drafter.update(tree_map_with_path(draw, drafter.parameters()))
     size = config["text_config"]["hidden_size"]
-    rows = _principal_rows(target, size)
+    main = _main_directions(target, size)
+    drafter.pre_projection.weight = mx.array(np.concatenate([main.T, main.T], 1))
+    drafter.post_projection.weight = mx.array(main)
+    rows = np.concatenate([part @ main for part in _embedded(target)])
     # Half the size of a random matrix: the first logits are small.
     scaled = rows * (0.5 * size**-0.5 / max(float(rows.std()), 1e-6))
     drafter.model.embed_tokens.weight = mx.array(scaled)
@@ -122,18 +129,17 @@ def fresh_drafter(target: Target, config: dict[str, Any], seed: int) -> nn.Modul
     return drafter
 
 
-def _principal_rows(target: Target, size: int) -> Any:
-    """The target's token rows in their main directions, [V, size] float32."""
-
-    def embedded(start: int) -> mx.array:
+def _embedded(target: Target) -> Iterator[Rows]:
+    """The target's token rows, part by part [n, H] float32."""
+    for start in range(0, target.vocab_size, ROWS):
         ids = mx.arange(start, min(start + ROWS, target.vocab_size))
-        return target.embed(ids[None])[0].astype(mx.float32)
+        yield np.array(target.embed(ids[None])[0].astype(mx.float32))
 
-    starts = range(0, target.vocab_size, ROWS)
+
+def _main_directions(target: Target, size: int) -> Rows:
+    """The directions [H, size] in which the target's token rows spread most."""
     spread = np.zeros((target.hidden_size, target.hidden_size), np.float64)
-    for start in starts:
-        part = np.array(embedded(start))
+    for part in _embedded(target):
         spread += part.T @ part
     main = np.linalg.eigh(spread)[1][:, ::-1][:, :size].astype(np.float32)
-    rows = np.concatenate([np.array(embedded(start)) @ main for start in starts])
-    return np.pad(rows, [(0, 0), (0, size - main.shape[1])])
+    return np.pad(main, [(0, 0), (0, size - main.shape[1])])
