@@ -79,12 +79,19 @@ class Target:
         """
         return self._inner(tokens, cache=cache, input_embeddings=input_embeddings)
 
-    def logits(self, hidden: mx.array) -> mx.array:
-        """The head: [B, L, H] to softcapped logits [B, L, V]."""
-        if self._text.tie_word_embeddings:
-            out = self._inner.embed_tokens.as_linear(hidden)
+    def logits(self, hidden: mx.array, tokens: Optional[mx.array] = None) -> mx.array:
+        """The head: [B, L, H] to softcapped logits [B, L, V].
+
+        Args:
+            hidden: Hidden states after the final norm.
+            tokens: Compute the logits of these ids [C] only, in their order.
+        """
+        tied = self._text.tie_word_embeddings
+        head = self._inner.embed_tokens if tied else self._text.lm_head
+        if tokens is not None:
+            out = _rows_as_linear(head, tokens, hidden)
         else:
-            out = self._text.lm_head(hidden)
+            out = head.as_linear(hidden) if tied else head(hidden)
         softcap = self._text.final_logit_softcapping
         return out if softcap is None else logit_softcap(softcap, out)
 
@@ -116,3 +123,20 @@ class Target:
                 "this mlx-lm computes Gemma 4's logits in a way that mlx-lm-mtp does "
                 "not know; run without the assistant and report both versions"
             )
+
+
+def _rows_as_linear(head: Any, tokens: mx.array, hidden: mx.array) -> mx.array:
+    """``head`` with only the rows of these tokens; it may be quantised."""
+    weight = head["weight"][tokens]
+    if "scales" not in head:
+        return hidden @ weight.T
+    return mx.quantized_matmul(
+        hidden,
+        weight,
+        scales=head["scales"][tokens],
+        biases=head["biases"][tokens] if "biases" in head else None,
+        transpose=True,
+        group_size=head.group_size,
+        bits=head.bits,
+        mode=head.mode,
+    )

@@ -1,0 +1,41 @@
+"""``python -m mlx_lm_mtp COMMAND``."""
+
+import argparse
+import importlib
+import sys
+
+# Each module has add_arguments(parser) and main(args) -> exit status; the first line
+# of help is here, because importing MLX for it would take a second.
+COMMANDS = {
+    "demo": (".demo", "plain decoding and MTP side by side, on the pair in the box"),
+    "train": (".train", "distil a drafter onto a target"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; a mistake of the user's is one line, not a traceback."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="mlx_lm_mtp", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (home, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        if argv[:1] == [name]:
+            importlib.import_module(home, __package__).add_arguments(command)
+    args = parser.parse_args(argv)
+    module = importlib.import_module(COMMANDS[args.command][0], __package__)
+    try:
+        return int(module.main(args))
+    except ValueError as e:
+        from .rounds import MTPError  # imports MLX
+
+        if not isinstance(e, MTPError):
+            raise
+        print(f"mlx_lm_mtp {args.command}: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

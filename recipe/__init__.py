@@ -1,0 +1,1 @@
+"""How the pair in ``mlx_lm_mtp/demo`` was made: ``python -m recipe --help``."""
