@@ -64,7 +64,7 @@ def test_it_is_e2b_in_small(box):
 
 
 def test_held_out_prompts_give_the_same_text_and_the_card_is_right(box):
-    """The first prompts of the card's figures; all of them by ``python -m recipe``."""
+    """The first prompts of the card's figures; the stage ``measure`` does all."""
     model, tokenizer, drafter = box
     stats = MTPStats()
     for prompt in json.loads((demo.FOLDER / "prompts.json").read_text())[:3]:

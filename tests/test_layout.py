@@ -21,6 +21,9 @@ ORDER = [
     "rule",
     "loop",
     "generate",
+    "training",
+    "train",
+    "demo",
     "host",
 ]
 
@@ -66,5 +69,5 @@ def test_only_the_host_assigns_into_mlx_lm():
 def test_only_target_names_the_inside_of_gemma_4():
     inside = ("embed_scale", "final_logit_softcapping", "num_kv_shared_layers")
     for path in FILES:
-        if room(path) not in ("target", "models"):
+        if room(path) not in ("target", "models", "recipe"):
             assert not any(name in path.read_text() for name in inside), path

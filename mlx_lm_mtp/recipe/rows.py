@@ -1,4 +1,6 @@
-"""Source files as rows for a trainer: ``python -m recipe.rows FOLDER PATTERN OUT``.
+"""Source files as rows for a trainer.
+
+``python -m mlx_lm_mtp.recipe.rows FOLDER PATTERN OUT``
 
 Writes OUT/train.jsonl and OUT/valid.jsonl, split by the files' names.
 """

@@ -1,4 +1,4 @@
-"""The figures of the pair's card: ``python -m recipe measure``, on any machine."""
+"""The figures of the pair's card: the stage ``measure``, on any machine."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Make the embedded pair: ``python -m recipe`` does everything, on a GPU in minutes."""
+"""Make the embedded pair: without arguments everything, on a GPU in minutes."""
 
 import argparse
 import sysconfig
@@ -8,7 +8,9 @@ STAGES = ("prepare", "target", "drafter", "measure")
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m recipe", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m mlx_lm_mtp.recipe", description=__doc__
+    )
     parser.add_argument(
         "stages",
         nargs="*",
