@@ -1,6 +1,8 @@
 """A new drafter for a target, of a given size."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +15,22 @@ from ..rounds import MTPError
 from ..target import Target
 from .clusters import Rows, order_by_cluster
 
-LAYER_TYPES = ["sliding_attention"] * 3 + ["full_attention"]  # as Google's drafters
+# What every drafter has: four layers, as Google's.
+TEMPLATE = Path(__file__).with_name("assistant.json")
+# What it takes over from the target, whose keys and values it reads.
+SHARED = (
+    "attention_k_eq_v",
+    "global_head_dim",
+    "head_dim",
+    "max_position_embeddings",
+    "num_global_key_value_heads",
+    "num_key_value_heads",
+    "pad_token_id",
+    "rms_norm_eps",
+    "rope_parameters",
+    "sliding_window",
+    "vocab_size",
+)
 MAX_CENTROIDS, CLUSTER_SIZE, MIN_TOP_K = 2048, 32, 8
 ROWS = 8192  # of the target's embedding at once
 
@@ -22,27 +39,31 @@ def fresh_config(target: Target, size: int) -> dict[str, Any]:
     """The config.json of a drafter with ``size`` hidden numbers.
 
     Raises:
-        MTPError: If the size is not positive.
+        MTPError: If the size is too small to mean anything.
     """
     if size < 8:
         raise MTPError(f"--init is {size}, a drafter's hidden size of 8 or more")
-    unified = getattr(target.model, "model_type", "") == "gemma4_unified"
+    config: dict[str, Any] = json.loads(TEMPLATE.read_text())
+    if getattr(target.model, "model_type", "") == "gemma4_unified":
+        config["model_type"] = "gemma4_unified_assistant"
+        config["architectures"] = ["Gemma4UnifiedAssistantForCausalLM"]
     centroids = _num_centroids(target.vocab_size)
-    return {
-        "architectures": [
-            "Gemma4UnifiedAssistantForCausalLM"
-            if unified
-            else "Gemma4AssistantForCausalLM"
-        ],
-        "model_type": "gemma4_unified_assistant" if unified else "gemma4_assistant",
+    dtype = target.embed(mx.zeros((1, 1), mx.int32)).dtype
+    config |= {
         "backbone_hidden_size": target.hidden_size,
         "use_ordered_embeddings": centroids > 1,
         "num_centroids": centroids,
         "centroid_intermediate_top_k": max(MIN_TOP_K, centroids // 64),
-        "dtype": str(target.embed(mx.zeros((1, 1), mx.int32)).dtype).split(".")[-1],
-        "text_config": _text_config(target, size),
-        "tie_word_embeddings": True,
+        "dtype": str(dtype).split(".")[-1],
     }
+    heads = max(4, *(heads for heads, _ in target.kv_shapes().values()))
+    config["text_config"] |= {
+        **{name: getattr(target.config, name) for name in SHARED},
+        "hidden_size": size,
+        "intermediate_size": 3 * size,
+        "num_attention_heads": heads,
+    }
+    return config
 
 
 def _num_centroids(vocab_size: int) -> int:
@@ -55,45 +76,6 @@ def _num_centroids(vocab_size: int) -> int:
     ):
         count *= 2
     return count
-
-
-def _text_config(target: Target, size: int) -> dict[str, Any]:
-    theirs = target.config
-    kinds = target.kv_shapes()
-    layers = [kind for kind in LAYER_TYPES if kind in kinds]
-    heads = max(4, *(heads for heads, _ in kinds.values()))
-    return {
-        "model_type": "gemma4_text",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "attention_k_eq_v": theirs.attention_k_eq_v,
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-        "pad_token_id": theirs.pad_token_id,
-        "enable_moe_block": False,
-        "final_logit_softcapping": None,
-        "global_head_dim": theirs.global_head_dim,
-        "head_dim": theirs.head_dim,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size": size,
-        "hidden_size_per_layer_input": 0,
-        "initializer_range": 0.02,
-        "intermediate_size": 3 * size,
-        "layer_types": layers,
-        "max_position_embeddings": theirs.max_position_embeddings,
-        "num_attention_heads": heads,
-        "num_global_key_value_heads": theirs.num_global_key_value_heads,
-        "num_hidden_layers": len(layers),
-        "num_key_value_heads": theirs.num_key_value_heads,
-        "num_kv_shared_layers": len(layers),
-        "rms_norm_eps": theirs.rms_norm_eps,
-        "rope_parameters": theirs.rope_parameters,
-        "sliding_window": theirs.sliding_window,
-        "tie_word_embeddings": True,
-        "use_double_wide_mlp": False,
-        "vocab_size": theirs.vocab_size,
-        "vocab_size_per_layer_input": 0,
-    }
 
 
 def fresh_drafter(target: Target, config: dict[str, Any], seed: int) -> nn.Module:
