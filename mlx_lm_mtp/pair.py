@@ -23,7 +23,7 @@ MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
 
 @functools.cache
-def _model_file() -> ModuleType:
+def model_file() -> ModuleType:
     """Our model file, also where mlx-lm has its own or cannot find ours."""
     name = f"mlx_lm.models.{MODEL_FILE.stem}"
     found = importlib.util.find_spec(name)
@@ -36,8 +36,9 @@ def _model_file() -> ModuleType:
     return module
 
 
-def _classes(config: dict[str, Any]) -> tuple[Any, Any]:
-    return _model_file().Model, _model_file().ModelArgs
+def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    """Our ``Model`` and ``ModelArgs``, as mlx-lm's ``load_model`` asks for them."""
+    return model_file().Model, model_file().ModelArgs
 
 
 def is_drafter(model: Any) -> bool:
@@ -56,7 +57,7 @@ def find_assistant(path_or_repo: str) -> Path:
         MTPError: If there is no usable drafter at this place.
     """
     folder = _resolve(path_or_repo)
-    config = _read_config(folder)
+    config = read_config(folder)
     found = config.get("model_type")
     if found not in MODEL_TYPES:
         raise MTPError(
@@ -101,7 +102,12 @@ def _resolve(path_or_repo: str) -> Path:
         ) from e
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """The configuration of a checkpoint.
+
+    Raises:
+        MTPError: If there is none, or it cannot be read.
+    """
     file = folder / "config.json"
     if not file.exists():
         raise MTPError(
@@ -140,9 +146,9 @@ def load_assistant(path_or_repo: str, model: nn.Module) -> nn.Module:
     """
     target = Target(model)
     folder = find_assistant(path_or_repo)
-    config = _read_config(folder)
+    config = read_config(folder)
     try:
-        args = _classes(config)[1].from_dict(config)
+        args = model_classes(config)[1].from_dict(config)
     except (TypeError, ValueError, KeyError) as e:
         raise MTPError(f"the assistant's config.json is not usable: {e}") from e
     for misfit in misfits(args, target):
@@ -158,7 +164,7 @@ def _load_weights(folder: Path) -> nn.Module:
     # the same text as without a drafter.
     seed = seed_of(random_state())
     try:
-        drafter, _ = load_model(folder, get_model_classes=_classes)
+        drafter, _ = load_model(folder, get_model_classes=model_classes)
     except (ValueError, RuntimeError, KeyError) as e:
         reason = " ".join(str(e).split())
         raise MTPError(

@@ -15,8 +15,7 @@ from mlx.utils import tree_map
 from mlx_lm import load
 from mlx_lm.utils import _download
 
-from .pair import _read_config as read_config
-from .pair import find_assistant, load_assistant
+from .pair import find_assistant, load_assistant, read_config
 from .rounds import MTPError
 from .target import Target
 from .training import card, state

@@ -200,9 +200,9 @@ def test_upstreams_own_model_file_wins_in_mlx_lm(tmp_path):
     code = (
         f"import mlx_lm.models; mlx_lm.models.__path__.insert(0, {str(tmp_path)!r});"
         "from mlx_lm.utils import _get_classes;"
-        "from mlx_lm_mtp.pair import _model_file;"
+        "from mlx_lm_mtp.pair import model_file;"
         "found = _get_classes({'model_type': 'gemma4_assistant'})[0];"
-        "ours = _model_file().Model;"
+        "ours = model_file().Model;"
         "print(hasattr(found, 'candidates'), hasattr(ours, 'candidates'))"
     )
     assert python(code) == (0, "False True\n", "")

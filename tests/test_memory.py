@@ -13,7 +13,7 @@ from mlx.utils import tree_reduce
 from mlx_lm.generate import generate_step
 from mlx_lm.models import gemma4_text
 from mlx_lm_mtp import mtp_generate_step
-from mlx_lm_mtp.pair import _model_file
+from mlx_lm_mtp.pair import model_file
 
 layers = ["sliding_attention", "full_attention"]
 text = dict(
@@ -23,7 +23,7 @@ text = dict(
     hidden_size_per_layer_input=0, layer_types=layers,
 )
 model = gemma4_text.Model(gemma4_text.ModelArgs(**text))
-file = _model_file()
+file = model_file()
 drafter = file.Model(file.ModelArgs(
     text_config=dict(text, hidden_size=32, intermediate_size=64,
                      num_hidden_layers=2, layer_types=layers),

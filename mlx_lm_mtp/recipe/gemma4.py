@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 KV = tuple[Tensor, Tensor]
+Shared = dict[bool, KV]
 Config = dict[str, Any]
 
 
@@ -227,7 +228,7 @@ class Target(nn.Module):
         h = self.embed(tokens)
         extras = self.extras(tokens, h)
         ropes = [rope(positions) for rope in self.ropes]
-        shared: dict[bool, KV] = {}
+        shared: Shared = {}
         for i, layer in enumerate(self.layers):
             full = is_full(self.config, i)
             rope = ropes[full]
@@ -283,11 +284,7 @@ class Drafter(nn.Module):
         self.masked_embedding.register_buffer("token_ordering", ordering)
 
     def forward(
-        self,
-        embedded: Tensor,
-        hidden: Tensor,
-        positions: Tensor,
-        shared: dict[bool, KV],
+        self, embedded: Tensor, hidden: Tensor, positions: Tensor, shared: Shared
     ) -> tuple[Tensor, Tensor]:
         """One draft step at every position: the next hidden state, and z."""
         ropes = [rope(positions) for rope in self.ropes]

@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map_with_path
 
-from ..pair import _classes as model_classes
+from ..pair import model_classes
 from ..rounds import MTPError
 from ..target import Target
 from .clusters import Rows, order_by_cluster
