@@ -1,6 +1,6 @@
 """Gemma 4 multi-token prediction for mlx-lm. Importing this changes nothing."""
 
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # typing takes ten milliseconds, and this runs at start-up
 
 __version__ = "0.1.0"
 
@@ -25,6 +25,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from .generate import mtp_generate_step as mtp_generate_step
     from .host import disable as disable
     from .host import enable as enable
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from .stats import MTPStats as MTPStats
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -119,6 +119,20 @@ def test_start_up_imports_nothing_and_says_nothing():
     assert python(code) == (0, "['mlx_lm_mtp', 'mlx_lm_mtp.host']\n", "")
 
 
+def test_start_up_loads_only_the_hook():
+    """What it loads is what it costs: typing alone would be ten milliseconds."""
+    home = os.path.dirname(os.path.dirname(mlx_lm_mtp.__file__))
+    code = (
+        f"import os, sys; sys.path.insert(0, {home!r}); before = set(sys.modules);"
+        "from mlx_lm_mtp.host import activate; activate();"
+        "print(sorted(set(sys.modules) - before))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True
+    )
+    assert run.stdout == "['mlx_lm_mtp', 'mlx_lm_mtp.host']\n", run.stderr
+
+
 def test_importing_the_package_changes_nothing():
     code = (
         "import sys, mlx_lm_mtp; print([m for m in sys.modules if m[:6] == 'mlx.co'])"

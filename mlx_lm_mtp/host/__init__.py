@@ -8,7 +8,10 @@ executed, and whatever goes wrong there leaves them as they are.
 
 import os
 import sys
-from typing import Any, Optional
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Optional
 
 SEAMS = ("mlx_lm.models", "mlx_lm.generate")
 FLAG = "--mtp-assistant"
@@ -19,7 +22,7 @@ _failures: dict[str, str] = {}
 class _Finder:
     """Finds nothing itself: patches what the other finders find."""
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
         if name not in SEAMS:
             return None
         for finder in sys.meta_path:
@@ -33,11 +36,11 @@ class _Finder:
         return None
 
 
-def _patch_after(loader: Any) -> None:
+def _patch_after(loader: "Any") -> None:
     """Patch a module right after this loader has executed it."""
     execute = loader.exec_module
 
-    def exec_module(module: Any) -> None:
+    def exec_module(module: "Any") -> None:
         loader.__dict__.pop("exec_module", None)
         execute(module)
         _try(module)
@@ -45,7 +48,7 @@ def _patch_after(loader: Any) -> None:
     loader.exec_module = exec_module
 
 
-def _try(module: Any) -> None:
+def _try(module: "Any") -> None:
     try:
         from . import patch
 
@@ -62,7 +65,7 @@ def _try(module: Any) -> None:
         _failures.pop(module.__name__, None)
 
 
-def _finder() -> Optional[_Finder]:
+def _finder() -> "Optional[_Finder]":
     return next((f for f in sys.meta_path if isinstance(f, _Finder)), None)
 
 
@@ -106,7 +109,7 @@ def disable() -> None:
         patch.restore()
 
 
-def status() -> dict[str, Any]:
+def status() -> "dict[str, Any]":
     """What is patched, which mlx-lm this is, and whether we tested with it.
 
     Returns:
