@@ -10,15 +10,14 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from . import cache as kv
+from .depth import Depth, Pinned, learnt
 from .law import LogitsProcessor, Sampler
 from .loop import Emission, Progress, Run
 from .pair import check_pair, is_drafter
+from .residual import DRAFT_HEAT, make_rule
 from .rounds import MTPError
-from .rule import DRAFT_HEAT, make_rule
 from .stats import MTPStats
 from .target import Target
-
-DEFAULT_DRAFTS = 3
 
 
 def mtp_generate_step(
@@ -54,8 +53,8 @@ def mtp_generate_step(
         model: The target, a Gemma 4 loaded by mlx-lm.
         draft_model: The drafter, from ``load_assistant``.
         stream: The MLX stream to compute on.
-        num_draft_tokens: Drafts per round; 0 decodes without drafting, None leaves
-            the number to us.
+        num_draft_tokens: Drafts per round; 0 decodes without drafting. None learns
+            the number that is fastest here, see ``depth``.
         max_tokens: How many tokens to generate, -1 for no end.
         sampler: Maps log-probs [1, V] to a token [1]; argmax if None.
         logits_processors: Each maps (history [n], logits [1, V]) to logits.
@@ -88,7 +87,7 @@ def mtp_generate_step(
             f"kv_bits is {kv_bits}, but mlx-lm cannot quantise the sliding-window "
             "caches of Gemma 4: leave it out"
         )
-    num = _checked_number(num_draft_tokens)
+    pinned = _checked_number(num_draft_tokens)
     target = Target(model)
     if is_drafter(draft_model):
         check_pair(draft_model, target)
@@ -105,7 +104,7 @@ def mtp_generate_step(
         fresh if prompt_cache is None else prompt_cache,
         rule,
         stats or MTPStats(),
-        num,
+        learnt(model, draft_model) if pinned is None else pinned,
         draft_position,
     )
     steps = run.steps(
@@ -130,11 +129,11 @@ def _on(
                 settle()
 
 
-def _checked_number(num_draft_tokens: Optional[int]) -> int:
+def _checked_number(num_draft_tokens: Optional[int]) -> Optional[Depth]:
     if num_draft_tokens is None:
-        return DEFAULT_DRAFTS
+        return None
     if isinstance(num_draft_tokens, SupportsIndex) and index(num_draft_tokens) >= 0:
-        return index(num_draft_tokens)
+        return Pinned(index(num_draft_tokens))
     raise MTPError(
         f"num_draft_tokens is {num_draft_tokens!r}, it must be a whole number: 0 for "
         "plain decoding, or how many tokens to draft per round"

@@ -1,23 +1,63 @@
-"""One generation: prefill, rounds, and the cache it leaves behind."""
+"""One generation: prefill, rounds, and the cache it leaves behind.
+
+A round is *launched* once the device has all of its work, and *lands* when the host
+reads what became of it. While one flies, the next is already built on the values that
+it will have, so the device does not wait for Python; it is launched right after the
+reading, and only then are tokens handed out. Where a rule has to see the tokens first,
+the next round is built after the reading.
+"""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Optional
 
 import mlx.core as mx
 
 from . import cache as kv
-from .propose import propose
+from .depth import Depth
+from .propose import is_lean, propose
 from .rounds import Draft, Seed
-from .rule import Decision, Rule
+from .rule import Decision, Rule, Trial
 from .stats import MTPStats
 from .target import Target
 
 Emission = tuple[int, mx.array, bool]
 Progress = Callable[[int, int], Any]
+ENDLESS = 1 << 62
+# Drafts read two of the buffers that the target then writes. MLX copies a buffer that
+# is being read; above this many bytes it is cheaper to let the drafts finish first.
+COPIED = 32 << 20
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round that is built, flying or landed."""
+
+    trial: Trial
+    hidden: mx.array  # [1, K + 1, H]
+    reads_prompt: bool = False
+
+    @property
+    def size(self) -> int:
+        """K."""
+        return self.trial.draft.size
+
+    def seed(self) -> Seed:
+        """What the next round starts from, before the host knows it."""
+        verdict = self.trial.verdict
+        assert verdict is not None
+        row = verdict.accepted.astype(mx.int32)[:, None, None]
+        return Seed(verdict.token, mx.take_along_axis(self.hidden, row, axis=1))
+
+    def seed_after(self, decision: Decision) -> Seed:
+        """Likewise, from what the host has decided."""
+        row = decision.accepted
+        return Seed(mx.array(decision.tokens[-1:]), self.hidden[:, row : row + 1])
 
 
 class Run:
-    """One generation: its caches, seed and what it has yielded."""
+    """One generation: its caches, and what it has yielded."""
 
     def __init__(
         self,
@@ -26,7 +66,7 @@ class Run:
         caches: list[Any],
         rule: Rule,
         stats: MTPStats,
-        num_drafts: int,
+        depth: Depth,
         draft_position: int,
     ) -> None:
         self.target = target
@@ -34,10 +74,14 @@ class Run:
         self.caches = caches
         self.rule = rule
         self.stats = stats
-        self.num_drafts = num_drafts
+        self.depth = depth
         self.draft_position = draft_position
         self.yielded: list[int] = []
-        self.prompt_end: Optional[int] = None
+        self.live: Optional[kv.Live] = None
+        self._ahead = rule.ahead and is_lean(drafter)
+        self._prompt_end = 0
+        self._flying: Optional[Round] = None
+        self._clock = Clock()
 
     def steps(
         self,
@@ -47,24 +91,50 @@ class Run:
         prefill_step_size: int,
         progress: Progress,
     ) -> Iterator[Emission]:
-        """Prefill, then decide the first token by its logits, then go on in rounds."""
+        """Prefill, then decide the first token by its logits, then go on in rounds.
+
+        Args:
+            prompt: Token ids [n].
+            embeddings: [n, H] to prefill in place of the prompt's, or None.
+            max_tokens: Negative for no end.
+            prefill_step_size: Prompt tokens per forward.
+            progress: Called with (tokens processed, tokens in all).
+        """
         hidden, logits = self._prefill(prompt, embeddings, prefill_step_size, progress)
+        self._prompt_end = kv.length(self.caches)
         if max_tokens == 0:
             return
+        live = self.live = kv.Live(self.caches)
         self.rule.begin(0)
-        decision = self.rule.judge(_nothing(), logits)
+        flying = Round(self.rule.judge(_nothing(), logits), hidden, reads_prompt=True)
+        left = max_tokens if max_tokens > 0 else ENDLESS
         while True:
-            left = max_tokens - len(self.yielded) - len(decision.tokens)
-            seed = Seed(mx.array(decision.tokens[-1:]), hidden)
-            going = decision.error is None and left != 0
-            # The next drafts are computed while the caller handles these tokens.
-            draft = self._launch(decision, seed, left) if going else None
-            yield from self._emit(decision)
-            if decision.error is not None:
-                raise decision.error
-            if draft is None:
+            # Every round brings a token at least.
+            following = undo = None
+            if self._ahead and left > 1:
+                num = self.depth.choose(left - 2)
+                if num or flying.size:
+                    undo = live.snapshot()
+                following = self._build(live, flying.seed(), num)
+                if undo is None:
+                    self._launch(live, following)
+            decision = self._land(live, flying, left)
+            shown = decision.tokens[:left]
+            left -= len(shown)
+            if left == 0 or decision.error is not None:
+                if undo is not None:
+                    live.cancel(undo)
+                yield from self._emit(decision, shown)
+                if decision.error is not None:
+                    raise decision.error
                 return
-            hidden, decision = self._verify(seed, draft)
+            undo = None
+            if following is None:
+                num = self.depth.choose(left - 1)
+                following = self._build(live, flying.seed_after(decision), num)
+            self._launch(live, following)
+            yield from self._emit(decision, shown)
+            flying = following
 
     def _prefill(
         self,
@@ -81,7 +151,7 @@ class Run:
         """
         size = len(prompt) if embeddings is None else len(embeddings)
         self.rule.extend(prompt)
-        start, done = kv.length(self.caches), 0
+        done = 0
         progress(done, size)
         while size - done > 1:
             end = min(done + step_size, size - 1)
@@ -91,7 +161,6 @@ class Run:
             progress(done, size)
             mx.clear_cache()
         hidden = self._read(prompt, embeddings, done, size)[:, -1:]
-        self.prompt_end = start + size
         logits = self.target.logits(hidden)
         mx.eval(logits)
         progress(size, size)
@@ -103,68 +172,111 @@ class Run:
         part = None if embeddings is None else embeddings[start:end][None]
         return self.target.hidden(prompt[start:end][None], self.caches, part)
 
-    def _launch(self, decision: Decision, seed: Seed, left: int) -> Draft:
-        """Start the drafts that follow a decision; they are computed meanwhile."""
-        self.rule.extend(mx.array(decision.tokens))
-        # The target adds one token to what it accepts, so at most left - 1 drafts can
-        # be used; a negative number of tokens left means no end.
-        num = self.num_drafts if left < 0 else min(self.num_drafts, left - 1)
+    def _build(self, live: kv.Live, seed: Seed, num: int) -> Round:
+        """Draft ``num`` tokens and judge them; nothing is evaluated."""
         self.rule.begin(num)
-        if num == 0:
-            return _nothing()
-        draft = propose(
-            self.drafter,
-            self.target,
-            seed,
-            self.caches,
-            kv.length(self.caches) + self.draft_position,
-            num,
-            self.rule.draw,
-        )
-        mx.async_eval(*draft.pending())
-        return draft
-
-    def _verify(self, seed: Seed, draft: Draft) -> tuple[mx.array, Decision]:
-        """One forward of the target over the seed token and the draft.
-
-        Returns:
-            The hidden state [1, 1, H] that predicted the last token, and the decision.
-        """
-        start = kv.length(self.caches)
+        draft = _nothing()
+        if num:
+            draft = propose(
+                self.drafter,
+                self.target,
+                seed,
+                live,
+                self.draft_position,
+                num,
+                self.rule.draw,
+            )
+        if num and not self._ahead:
+            mx.async_eval(*draft.pending())
         drafted = draft.tokens.astype(seed.token.dtype)
         tokens = mx.concatenate([seed.token[:, None], drafted], axis=1)
-        # Drafts hold views of the K/V until they are computed; writing to the caches
-        # before would copy every buffer.
-        mx.eval(draft.pending())
-        hidden = self.target.hidden(tokens, self.caches)
-        decision = self.rule.judge(draft, self.target.logits(hidden))
-        accepted = max(len(decision.tokens) - 1, 0)
-        kv.keep(self.caches, start + 1 + accepted)
-        self.stats.add(draft.size, accepted)
-        return hidden[:, accepted : accepted + 1], decision
+        live.reserve(1 + num)
+        hidden = self.target.hidden(tokens, live.layers)
+        trial = self.rule.judge(draft, self.target.logits(hidden))
+        accepted = trial.verdict.accepted if trial.verdict else None
+        live.wrote(1 + num, accepted)
+        return Round(trial, hidden)
 
-    def _emit(self, decision: Decision) -> Iterator[Emission]:
-        # An error came before the token that the target would have added.
-        drafted = len(decision.tokens) - (decision.error is None)
-        for i, token in enumerate(decision.tokens):
+    def _launch(self, live: kv.Live, built: Round) -> None:
+        if built is self._flying:
+            return
+        if built.size and live.largest > COPIED:
+            mx.eval(built.trial.draft.pending())
+        mx.async_eval(*built.trial.pending(), built.hidden)
+        self._flying = built
+
+    def _land(self, live: kv.Live, flying: Round, left: int) -> Decision:
+        """Read what became of a round, and learn from it."""
+        self._clock.wait()
+        decision = self.rule.decide(flying.trial)
+        seconds = self._clock.landed()
+        accepted = decision.accepted
+        self.rule.extend(mx.array(decision.tokens))
+        if flying.reads_prompt:
+            return decision
+        live.landed(accepted)
+        if self._flying is flying:
+            self._flying = None
+        tokens = min(len(decision.tokens), left)
+        self.stats.add(min(flying.size, left), min(accepted, left), tokens)
+        if seconds is not None and tokens == len(decision.tokens):
+            self.depth.learn(flying.size, accepted, seconds)
+        return decision
+
+    def _emit(self, decision: Decision, shown: list[int]) -> Iterator[Emission]:
+        for i, token in enumerate(shown):
             self.yielded.append(token)
             if len(self.yielded) % 256 == 0:
                 mx.clear_cache()
-            yield token, decision.logprobs[i], i < drafted
+            self._clock.leave()
+            yield token, decision.logprobs[i], i < decision.accepted
+            self._clock.back()
 
     def settle(self) -> None:
         """Leave the caches with the prompt and every yielded token, exactly.
 
         An interrupted prefill is left where it stopped, as mlx-lm leaves it.
         """
-        if self.prompt_end is None:
+        if self.live is None:
             return
-        end = self.prompt_end + len(self.yielded)
-        kv.keep(self.caches, min(end, kv.length(self.caches)))
-        missing = end - kv.length(self.caches)
-        if missing:
-            self.target.hidden(mx.array([self.yielded[-missing:]]), self.caches)
+        end = self._prompt_end + len(self.yielded)
+        # What flies has written its seed token, whatever becomes of it.
+        held = self.live.known + (self._flying is not None)
+        self.live.give_back(self.caches, min(end, held))
+        self.live = None
+        if end > held:
+            missing = mx.array([self.yielded[held - end :]])
+            self.target.hidden(missing, self.caches)
         mx.eval([c.state for c in self.caches])
+
+
+class Clock:
+    """Times a round from landing to landing."""
+
+    def __init__(self) -> None:
+        self._last: Optional[float] = None
+        self._wait = self._left = 0.0
+        self._away = 0.0
+
+    def leave(self) -> None:
+        """The caller has the floor."""
+        self._left = perf_counter()
+
+    def back(self) -> None:
+        """The caller came back for more."""
+        self._away += perf_counter() - self._left
+
+    def wait(self) -> None:
+        """From here on only the device is waited for."""
+        self._wait = perf_counter()
+
+    def landed(self) -> Optional[float]:
+        """Seconds since the last landing; None if the caller took most of them."""
+        now = perf_counter()
+        since = None if self._last is None else now - self._last
+        slow = since is not None and self._away > since / 2 > 10 * (now - self._wait)
+        self._last, self._away = now, 0.0
+        return None if slow else since
 
 
 def _nothing() -> Draft:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Optional
 
 import mlx.core as mx
 
+from .cache import Live, View
 from .rounds import Draft, Seed
 from .target import Target
 
@@ -21,35 +22,45 @@ class Drawn(NamedTuple):
 Draw = Callable[[Optional[mx.array], mx.array], Drawn]
 
 
+def is_lean(drafter: Any) -> bool:
+    """Whether a drafter may be entered by ``step`` and ``candidates``.
+
+    A subclass or a wrapper that changes the call must not be passed by: it is called
+    as documented, on exactly the entries that hold a token.
+    """
+    return "candidates" in vars(type(drafter))
+
+
 def propose(
     drafter: Any,
     target: Target,
     seed: Seed,
-    caches: list[Any],
-    position: int,
+    live: Live,
+    shift: int,
     num: int,
     draw: Draw,
 ) -> Draft:
     """Draft ``num`` tokens; nothing is evaluated.
 
-    The result holds views of the target's K/V until ``Draft.pending()`` is evaluated.
+    The result holds views of the target's K/V until it is evaluated.
 
     Args:
         drafter: Called as ``drafter(inputs_embeds, shared_kv, position)``.
         target: The target.
         seed: The last emitted token and the hidden state that predicted it.
-        caches: The target's caches, which hold everything before the seed token.
-        position: RoPE position of every step; the seed token's own slot in
-            transformers' reference.
+        live: The target's K/V, which hold everything before the seed token.
+        shift: Distance of the RoPE position of every step from the seed token's own
+            slot, which is the position in transformers' reference.
         num: K, at least 1.
         draw: Draws a token from the drafter's logits.
     """
-    shared_kv = target.shared_kv(caches)
+    views = target.views(live.layers)
+    position = live.bounds[0] + shift if live.exact else live.offset + shift
     token, hidden = seed.token, seed.hidden
     drawn: list[Drawn] = []
     for _ in range(num):
         inputs = mx.concatenate([target.embed(token[:, None]), hidden], axis=-1)
-        hidden, ids, logits = _step(drafter, inputs, shared_kv, position)
+        hidden, ids, logits = _step(drafter, inputs, views, position)
         drawn.append(draw(ids, logits))
         token = drawn[-1].token
     return Draft(
@@ -60,13 +71,14 @@ def propose(
 
 
 def _step(
-    drafter: Any, inputs: mx.array, shared_kv: Any, position: int
+    drafter: Any, inputs: mx.array, views: dict[str, View], position: int | mx.array
 ) -> tuple[mx.array, Optional[mx.array], mx.array]:
-    # A subclass or a wrapper that changes the call must not be passed by.
-    if "candidates" not in vars(type(drafter)):
+    shared_kv = {kind: (view.keys, view.values) for kind, view in views.items()}
+    if not is_lean(drafter):
         hidden, logits = drafter(inputs, shared_kv, position)
         return hidden, None, logits[:, -1]
-    hidden, h = drafter.step(inputs, shared_kv, position)
+    masks = {kind: view.mask for kind, view in views.items()}
+    hidden, h = drafter.step(inputs, shared_kv, position, masks)
     ids, logits = drafter.candidates(h)
     return hidden, None if ids is None else ids[:, -1], logits[:, -1]
 

@@ -20,10 +20,10 @@ class MTPStats:
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
-    def add(self, drafted: int, accepted: int) -> None:
-        """Count a round that drafted and accepted so many tokens."""
+    def add(self, drafted: int, accepted: int, tokens: int) -> None:
+        """Count a round: its drafts, those accepted, and the tokens it emitted."""
         self.rounds += 1
-        self.tokens += accepted + 1
+        self.tokens += tokens
         missing = drafted - len(self.drafted)
         self.drafted += [0] * missing
         self.accepted += [0] * missing

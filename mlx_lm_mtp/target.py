@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.gemma4_text import logit_softcap
 
-from .cache import valid_kv
+from .cache import View
 from .rounds import MTPError
 
 MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified")
@@ -95,20 +95,20 @@ class Target:
         softcap = self._text.final_logit_softcapping
         return out if softcap is None else logit_softcap(softcap, out)
 
-    def shared_kv(self, caches: list[Any]) -> dict[str, tuple[mx.array, mx.array]]:
-        """Keys and values that the drafter attends to, per attention type.
+    def views(self, layers: list[Any]) -> dict[str, View]:
+        """What a drafter attends to, for each attention type.
 
-        They are views of the caches: hold them while the caches are written and MLX
-        must copy every buffer.
+        They are views of the buffers: hold them while those are written and MLX must
+        copy every one of them.
+
+        Args:
+            layers: ``Live.layers``.
         """
         last = {
-            layer.layer_type: cache
-            for layer, cache in zip(self.owners(), caches, strict=True)
+            owner.layer_type: layer
+            for owner, layer in zip(self.owners(), layers, strict=True)
         }
-        return {
-            kind: valid_kv(cache, self.window if kind == "sliding_attention" else None)
-            for kind, cache in last.items()
-        }
+        return {kind: layer.view() for kind, layer in last.items()}
 
     def check_head(self) -> None:
         """Make sure that ``logits(hidden(x))`` is what the model itself computes.

@@ -15,16 +15,20 @@ from conftest import PAIRS, Pair
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from mlx_lm_mtp import MTPStats, rule, verify
+from mlx_lm_mtp import MTPStats, residual, verify
+from mlx_lm_mtp.cache import Live
+from mlx_lm_mtp.compare import Compare
+from mlx_lm_mtp.depth import Pinned
 from mlx_lm_mtp.law import law_of, normalise
 from mlx_lm_mtp.loop import Run
 from mlx_lm_mtp.propose import Drawn
+from mlx_lm_mtp.rule import Trial
 from mlx_lm_mtp.target import Target
 
 SAMPLER = {"temp": 1.0, "top_k": 64, "top_p": 0.95}
 
 
-class SampleAndCompare(rule.Compare):
+class SampleAndCompare(Compare):
     """mlx-lm's own rule: drafts and target are sampled apart, and compared."""
 
     def draw(self, ids, logits):
@@ -37,14 +41,14 @@ class SampleAndCompare(rule.Compare):
     def judge(self, draft, logits):
         logprobs = normalise(logits)
         tokens = self.sampler(logprobs[0])[None]
-        return rule._read(draft, verify.match(draft.tokens, tokens), logprobs)
+        return Trial(draft, logprobs, verify.match(draft.tokens, tokens))
 
 
 RULES = {
-    "block": partial(rule.make_rule, verification="block"),
-    "token": partial(rule.make_rule, verification="token"),
-    "coupled": partial(rule.make_rule, verification="coupled"),
-    "greedy drafts": partial(rule.make_rule, verification="block", draft_heat=0),
+    "block": partial(residual.make_rule, verification="block"),
+    "token": partial(residual.make_rule, verification="token"),
+    "coupled": partial(residual.make_rule, verification="coupled"),
+    "greedy drafts": partial(residual.make_rule, verification="block", draft_heat=0),
     "sample and compare": lambda s, p, v: SampleAndCompare(s, p or (), v),
 }
 
@@ -56,7 +60,7 @@ def tokens_per_forward(pair, prompts, make, num, tokens):
     for prompt in prompts:
         judge = make(make_sampler(**SAMPLER), None, target.vocab_size)
         caches = make_prompt_cache(pair.model)
-        run = Run(target, pair.drafter, caches, judge, stats, num, 0)
+        run = Run(target, pair.drafter, caches, judge, stats, Pinned(num), 0)
         for _ in run.steps(prompt, None, tokens, 2048, lambda *_: None):
             pass
     return stats.tokens_per_forward
@@ -72,13 +76,20 @@ def overlaps(pair, prompts, heats, depth=3):
     sums, count = np.zeros((len(heats), depth)), 0
     for text in prompts:
         caches = make_prompt_cache(pair.model)
+        target.hidden(text[None, :1], caches)
+        live = Live(caches)
         hidden = target.hidden(text[None], make_prompt_cache(pair.model))
         laws = chain(normalise(target.logits(hidden)[0]))
-        for end in range(1, text.size - depth):
-            target.hidden(text[None, end - 1 : end], caches)
+        for end in range(2, text.size - depth):
+            live.reserve(1)
+            target.hidden(text[None, end - 1 : end], live.layers)
+            live.wrote(1, mx.zeros(1, mx.int32))
+            live.landed(0)
             if end < 100 or end % 4:
                 continue
-            kv, h = target.shared_kv(caches), hidden[:, end - 1 : end]
+            views = target.views(live.layers)
+            kv = {kind: (view.keys, view.values) for kind, view in views.items()}
+            h = hidden[:, end - 1 : end]
             for i in range(depth):
                 inputs = target.embed(text[None, end + i : end + i + 1])
                 h, logits = pair.drafter(mx.concatenate([inputs, h], -1), kv, end)

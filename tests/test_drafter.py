@@ -9,6 +9,7 @@ import pytest
 from mlx_lm import convert, load
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import dequantize_model
+from tiny import shared_kv
 
 from mlx_lm_mtp import load_assistant
 from mlx_lm_mtp.target import Target
@@ -78,7 +79,7 @@ def test_our_keys_and_values_give_the_reference_drafts(pair, i, suffix):
         target,
         goldens,
         i,
-        target.shared_kv(caches),
+        shared_kv(target, caches),
         int(goldens[f"p{i}_position"]),
     )
     assert tokens == goldens[f"p{i}_draft_tokens{suffix}"].tolist()
@@ -142,7 +143,7 @@ def test_converted_drafters_load_and_draft(pair, tmp_path, recipe):
     goldens, target = pair.goldens, Target(pair.model)
     caches = make_prompt_cache(pair.model)
     target.hidden(mx.array(goldens["p2_prompt"])[None], caches)
-    arguments = goldens, 2, target.shared_kv(caches), int(goldens["p2_position"])
+    arguments = goldens, 2, shared_kv(target, caches), int(goldens["p2_position"])
     tokens, logits, _ = draft(drafter, target, *arguments)
     if quantised:
         plain = draft(dequantize_model(drafter), target, *arguments)

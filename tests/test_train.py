@@ -14,6 +14,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from tiny import shared_kv
 
 from mlx_lm_mtp import load_assistant
 from mlx_lm_mtp.__main__ import main
@@ -80,11 +81,11 @@ def test_states_are_those_of_a_round(pair_e, target, drafter, prompts, position)
     states = distiller._unroll(tokens, distil.read(target, tokens))
     caches = pair_e.model.make_cache()
     hidden = target.hidden(tokens[:, :position], caches)[:, -1:]
-    shared_kv = target.shared_kv(caches)
+    kv = shared_kv(target, caches)
     for k, state in enumerate(states):
         token = tokens[:, position + k : position + k + 1]
         inputs = mx.concatenate([target.embed(token), hidden], -1)
-        hidden, h = drafter.step(inputs, shared_kv, position)
+        hidden, h = drafter.step(inputs, kv, position)
         assert mx.allclose(state[:, position - 1], h[:, 0], atol=1e-4)
 
 

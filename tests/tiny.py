@@ -7,6 +7,8 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import gemma4_text
 from mlx_lm.models.cache import KVCache
 
+from mlx_lm_mtp.cache import Live
+
 VOCAB = 61
 PATTERN = ["sliding_attention", "sliding_attention", "full_attention"]
 # One of each kind of Gemma 4, in small.
@@ -91,6 +93,12 @@ class Scripted:
         logits = mx.where(mx.arange(self.vocab) == token, 0.0, -mx.inf)
         hidden = inputs_embeds[..., : inputs_embeds.shape[-1] // 2]
         return mx.zeros_like(hidden), logits[None, None]
+
+
+def shared_kv(target, caches):
+    """What the drafter is shown of caches that hold a text; empties them."""
+    views = target.views(Live(caches).layers)
+    return {kind: (view.keys, view.values) for kind, view in views.items()}
 
 
 def poison(caches) -> None:

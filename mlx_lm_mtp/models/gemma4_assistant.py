@@ -10,6 +10,7 @@ from . import gemma4_text
 from .base import BaseModelArgs
 
 SharedKV = Dict[str, Tuple[mx.array, mx.array]]
+Masks = Optional[Dict[str, Optional[mx.array]]]
 
 
 @dataclass
@@ -75,10 +76,16 @@ class AssistantModel(nn.Module):
         self.norm = nn.RMSNorm(text.hidden_size, eps=text.rms_norm_eps)
 
     def __call__(
-        self, h: mx.array, shared_kv: SharedKV, position: Union[int, mx.array]
+        self,
+        h: mx.array,
+        shared_kv: SharedKV,
+        position: Union[int, mx.array],
+        masks: Masks = None,
     ) -> mx.array:
         for layer in self.layers:
-            h, _, _ = layer(h, shared_kv=shared_kv[layer.layer_type], offset=position)
+            kind = layer.layer_type
+            mask = masks[kind] if masks else None
+            h, _, _ = layer(h, mask, shared_kv=shared_kv[kind], offset=position)
         return self.norm(h)
 
 
@@ -102,7 +109,11 @@ class Model(nn.Module):
             self.masked_embedding = MaskedEmbedding(args)
 
     def step(
-        self, inputs_embeds: mx.array, shared_kv: SharedKV, position
+        self,
+        inputs_embeds: mx.array,
+        shared_kv: SharedKV,
+        position: Union[int, mx.array],
+        masks: Masks = None,
     ) -> Tuple[mx.array, mx.array]:
         """One draft step without the head.
 
@@ -112,12 +123,15 @@ class Model(nn.Module):
             shared_kv (dict): Keys and values [B, heads, entries, head size] of the
               target for each attention type.
             position (int or mx.array): The RoPE position, an int or [B].
+            masks (dict): Which entries count [B, 1, 1, entries], for each attention
+              type; None if all do.
 
         Returns:
             Tuple[mx.array, mx.array]: The hidden state for the next step
               [B, 1, H_target] and the drafter's own [B, 1, H].
         """
-        h = self.model(self.pre_projection(inputs_embeds), shared_kv, position)
+        h = self.pre_projection(inputs_embeds)
+        h = self.model(h, shared_kv, position, masks)
         return self.post_projection(h), h
 
     def candidates(self, h: mx.array) -> Tuple[Optional[mx.array], mx.array]:

@@ -1,0 +1,205 @@
+"""How many tokens to draft next, learnt from what rounds cost and what they accept.
+
+The best depth K earns the most tokens per second: 1 + r1 + r1 r2 + ... + r1..rK
+expected tokens for the measured wall time of a round with K drafts. Nothing is assumed
+about the times: on some backends a wide verify is cheaper than a narrower one, so every
+depth is tried that could pay. Trying costs something, and is paid from a purse: 1% of
+the time, and what lucky tries earn. Depth 0 is plain decoding.
+
+Only past rounds decide, so the law of the text is kept; see docs/lossless.md.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from statistics import median_low
+from typing import Any, Optional, Protocol
+
+MAX_DRAFTS = 8
+PURSE = 0.01  # of the time may go into depths that are not the best known
+START = 10.0  # plain steps that a new purse holds
+MEMORY = 0.96  # weight of a position's past at each further observation
+FADING = 0.99  # and at each round without one
+UNKNOWN = 0.9  # acceptance that a position may have if nothing is known
+SAMPLES = 9  # times of a depth that are remembered
+
+
+class Depth(Protocol):
+    """Chooses the number of drafts of each round."""
+
+    def choose(self, limit: int) -> int:
+        """The number of drafts of the next round, at most ``limit``."""
+
+    def learn(self, drafts: int, accepted: int, seconds: float) -> None:
+        """Hear what a round cost and how many of its drafts stood."""
+
+
+class Pinned:
+    """Always the same number."""
+
+    def __init__(self, drafts: int) -> None:
+        self._drafts = drafts
+
+    def choose(self, limit: int) -> int:
+        return min(self._drafts, limit)
+
+    def learn(self, drafts: int, accepted: int, seconds: float) -> None:
+        pass
+
+
+def expected_tokens(acceptance: Sequence[float], drafts: int) -> float:
+    """Tokens of a round with ``drafts`` drafts.
+
+    Args:
+        acceptance: For each position, the share accepted where the one before was.
+        drafts: K.
+    """
+    tokens, reached = 1.0, 1.0
+    for share in acceptance[:drafts]:
+        reached *= share
+        tokens += reached
+    return tokens
+
+
+class Adaptive:
+    """Learns from every round of a pair, in this and later generations."""
+
+    def __init__(self) -> None:
+        self.positions = [Position() for _ in range(MAX_DRAFTS)]
+        self.costs = [Cost() for _ in range(MAX_DRAFTS + 1)]
+        self._purse: Optional[float] = None  # seconds
+
+    def choose(self, limit: int) -> int:
+        limit = max(min(limit, MAX_DRAFTS), 0)
+        if len(self.costs[0].seconds) < 2:
+            return 0
+        best = self.best(limit)
+        rate = self.rate(best)
+        for position in self.positions:
+            position.age += 1
+        for cost in self.costs:
+            cost.age += 1
+        hopes = [self._hope(k) for k in range(limit + 1)]
+        tried = max(range(limit + 1), key=hopes.__getitem__)
+        if tried != best and hopes[tried] > rate:
+            loss = self._expected_cost(tried) - self._tokens(tried) / rate
+            if loss < (self._purse or 0.0):
+                return tried
+        return best
+
+    def learn(self, drafts: int, accepted: int, seconds: float) -> None:
+        if drafts > MAX_DRAFTS or seconds <= 0:
+            return
+        self._pay(drafts, accepted, seconds)
+        self.costs[drafts].add(seconds)
+        for i in range(min(accepted + 1, drafts)):
+            self.positions[i].add(accepted > i)
+
+    def best(self, limit: int = MAX_DRAFTS) -> int:
+        """The depth that earns most by what is known."""
+        known = [k for k in range(limit + 1) if self.costs[k].seconds]
+        return max(known, key=self.rate, default=0)
+
+    def rate(self, drafts: int) -> float:
+        """Expected tokens per second at a depth that has been measured."""
+        return self._tokens(drafts) / self.costs[drafts].value
+
+    @property
+    def acceptance(self) -> list[float]:
+        """The share accepted at each position where the one before was."""
+        shares, prior = [], UNKNOWN
+        for position in self.positions:
+            prior = position.share(prior)
+            shares.append(prior)
+        return shares
+
+    def _tokens(self, drafts: int) -> float:
+        return expected_tokens(self.acceptance, drafts)
+
+    def _expected_cost(self, drafts: int) -> float:
+        """The time a depth takes, as far as known: else that of its neighbours."""
+        if self.costs[drafts].seconds:
+            return self.costs[drafts].value
+        known = [k for k, cost in enumerate(self.costs) if cost.seconds]
+        below = max((k for k in known if k < drafts), default=0)
+        above = min((k for k in known if k > drafts), default=below)
+        return max(self.costs[below].value, self.costs[above].value)
+
+    def _hope(self, drafts: int) -> float:
+        """The rate that a depth may have, if what is unknown turns out well."""
+        shares = [position.hope() for position in self.positions]
+        cost = self.costs[drafts].hope(self.costs[0].value)
+        return expected_tokens(shares, drafts) / cost
+
+    def _pay(self, drafts: int, accepted: int, seconds: float) -> None:
+        """Book a round against what the best known depth would have earned."""
+        if len(self.costs[0].seconds) < 2:
+            self._purse = START * seconds
+            return
+        best = self.best()
+        change = PURSE * seconds
+        if drafts != best:
+            change += (1 + accepted) / self.rate(best) - seconds
+        # A lucky streak is not saved up for ever.
+        self._purse = min((self._purse or 0.0) + change, START * self.costs[0].value)
+
+
+class Position:
+    """How often a draft position is accepted, newer rounds weighing more."""
+
+    def __init__(self) -> None:
+        self.accepted = self.seen = 0.0
+        self.age = 0  # rounds since it was last observed
+
+    def add(self, accepted: bool) -> None:
+        """Observe it once."""
+        weight = MEMORY * FADING**self.age
+        self.accepted = weight * self.accepted + accepted
+        self.seen = weight * self.seen + 1
+        self.age = 0
+
+    def share(self, prior: float) -> float:
+        """The expected share, which is ``prior`` where nothing is known."""
+        return (self.accepted + prior) / (self.seen + 1)
+
+    def hope(self) -> float:
+        """The share it may have by now."""
+        weight = FADING**self.age
+        return (weight * self.accepted + UNKNOWN) / (weight * self.seen + 1)
+
+
+class Cost:
+    """The wall time of rounds at one depth."""
+
+    def __init__(self) -> None:
+        self.seconds: deque[float] = deque(maxlen=SAMPLES)
+        self.age = 0
+
+    def add(self, seconds: float) -> None:
+        """Observe it once."""
+        self.seconds.append(seconds)
+        self.age = 0
+
+    @property
+    def value(self) -> float:
+        """Median; of two the lower, as the first may have compiled kernels."""
+        return median_low(self.seconds)
+
+    def hope(self, least: float) -> float:
+        """The time it may take: ``least`` until it was measured twice."""
+        if len(self.seconds) < 2:
+            return least
+        return self.value * (1 - 0.2 * (1 - FADING ** (self.age / 4)))
+
+
+_learnt: dict[tuple[int, int], Adaptive] = {}
+
+
+def learnt(model: Any, drafter: Any) -> Adaptive:
+    """What was learnt about a pair in this process, for as long as both live."""
+    key = id(model), id(drafter)
+    if key not in _learnt:
+        _learnt[key] = Adaptive()
+        for part in (model, drafter):
+            weakref.finalize(part, _learnt.pop, key, None)
+    return _learnt[key]
