@@ -93,6 +93,7 @@ class Live:
         self.offset = mx.array([self.known], mx.int32)  # [B] the same, on the device
         self._kept = self.known  # what may be given back is at least this long
         self._writes: list[int] = []  # sizes of those that have not landed
+        self._slots: dict[tuple[int, int], mx.array] = {}
         self.layers = [Layer(self, cache) for cache in caches]
 
     @property
@@ -106,8 +107,19 @@ class Live:
         low, high = self.bounds
         return low == high
 
+    def slots(self, base: int, size: int) -> mx.array:
+        """Where a write goes in buffers that start at a position, [B, 1, L, 1].
+
+        All layers of a write share it: each operation costs a kernel's launch.
+        """
+        if (base, size) not in self._slots:
+            slots = self.offset[:, None] + mx.arange(-base, size - base)
+            self._slots[base, size] = slots[:, None, :, None]
+        return self._slots[base, size]
+
     def reserve(self, size: int) -> None:
         """Make room for a write of ``size`` tokens."""
+        self._slots.clear()
         for layer in self.layers:
             layer.reserve(self.bounds[1] + size, self._kept)
 
@@ -192,10 +204,14 @@ class Layer:
     ) -> tuple[mx.array, mx.array]:
         """Append keys and values [B, heads, L, head size] where the row ends."""
         size = keys.shape[2]
-        slots = self.offset[:, None] + (mx.arange(size) - self.base)
-        slots = slots[:, None, :, None]
-        self.keys = mx.put_along_axis(self.keys, slots, keys, axis=2)
-        self.values = mx.put_along_axis(self.values, slots, values, axis=2)
+        if self._live.exact:
+            start = self._live.bounds[0] - self.base
+            self.keys[..., start : start + size, :] = keys
+            self.values[..., start : start + size, :] = values
+        else:
+            slots = self._live.slots(self.base, size)
+            self.keys = mx.put_along_axis(self.keys, slots, keys, axis=2)
+            self.values = mx.put_along_axis(self.values, slots, values, axis=2)
         span = self._span(size)
         return self.keys[..., span, :], self.values[..., span, :]
 
