@@ -3,7 +3,7 @@
 The best depth K earns the most tokens per second: 1 + r1 + r1 r2 + ... + r1..rK
 expected tokens for the measured wall time of a round with K drafts. Nothing is assumed
 about the times: on some backends a wide verify is cheaper than a narrower one, so every
-depth is tried that could pay. Trying costs something, and is paid from a purse: 1% of
+depth is tried that could pay. Trying costs something, and is paid from a purse: 0.75% of
 the time, and what lucky tries earn. Depth 0 is plain decoding.
 
 Only past rounds decide, so the law of the text is kept; see docs/lossless.md.
@@ -16,10 +16,10 @@ from statistics import median_low
 from typing import Any, Optional, Protocol
 
 MAX_DRAFTS = 8
-PURSE = 0.01  # of the time may go into depths that are not the best known
+PURSE = 0.0075  # of the time may go into depths that are not the best known
 START = 10.0  # plain steps that a new purse holds
-MEMORY = 0.96  # weight of a position's past at each further observation
-FADING = 0.99  # and at each round without one
+MEMORY = 0.98  # weight of a position's past at each further observation
+FADING = 0.995  # and at each round without one
 UNKNOWN = 0.9  # acceptance that a position may have if nothing is known
 SAMPLES = 9  # times of a depth that are remembered
 
