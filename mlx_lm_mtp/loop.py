@@ -16,7 +16,8 @@ import mlx.core as mx
 
 from . import cache as kv
 from .depth import Depth
-from .propose import is_lean, propose
+from .forward import draft_step, is_lean, verify_forward
+from .propose import propose
 from .rounds import Draft, Seed
 from .rule import Decision, Rule, Trial
 from .stats import MTPStats
@@ -177,24 +178,15 @@ class Run:
         self.rule.begin(num)
         draft = _nothing()
         if num:
-            draft = propose(
-                self.drafter,
-                self.target,
-                seed,
-                live,
-                self.draft_position,
-                num,
-                self.rule.draw,
-            )
-        if num and not self._ahead:
-            mx.async_eval(*draft.pending())
+            step = draft_step(self.target, self.drafter, live, self.draft_position)
+            draft = propose(step, seed, num, self.rule.draw)
+            if not self._ahead:
+                mx.async_eval(*draft.pending())
         drafted = draft.tokens.astype(seed.token.dtype)
         tokens = mx.concatenate([seed.token[:, None], drafted], axis=1)
-        live.reserve(1 + num)
-        hidden = self.target.hidden(tokens, live.layers)
-        trial = self.rule.judge(draft, self.target.logits(hidden))
-        accepted = trial.verdict.accepted if trial.verdict else None
-        live.wrote(1 + num, accepted)
+        hidden, logits = verify_forward(self.target, live, tokens)
+        trial = self.rule.judge(draft, logits)
+        live.wrote(1 + num, trial.verdict.accepted if trial.verdict else None)
         return Round(trial, hidden)
 
     def _launch(self, live: kv.Live, built: Round) -> None:

@@ -79,8 +79,10 @@ class Rule:
         """Bring a verdict to the host: the round's one read."""
         assert trial.verdict is not None
         mx.eval(trial.pending())
+        # Whole arrays: a slice would be computed, behind a round that may fly already.
         [accepted] = numbers(trial.verdict.accepted)
-        tokens = numbers(trial.draft.tokens[0, :accepted])
+        [drafted] = cast(list[list[int]], trial.draft.tokens.tolist())
+        tokens = drafted[:accepted]
         return Decision(tokens + numbers(trial.verdict.token), trial.logits[0])
 
     def _after(self, history: mx.array, tokens: mx.array) -> mx.array:

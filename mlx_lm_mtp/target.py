@@ -6,7 +6,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.gemma4_text import logit_softcap
 
-from .cache import View
 from .rounds import MTPError
 
 MODEL_TYPES = ("gemma4", "gemma4_text", "gemma4_unified")
@@ -55,6 +54,13 @@ class Target:
         shared = self.config.num_kv_shared_layers
         return self._inner.layers[: len(self._inner.layers) - shared]
 
+    def windows(self) -> tuple[Optional[int], ...]:
+        """How far each of them sees; None without an end."""
+        return tuple(
+            self.window if layer.layer_type == "sliding_attention" else None
+            for layer in self.owners()
+        )
+
     def kv_shapes(self) -> dict[str, tuple[int, int]]:
         """K/V heads and head size that each attention type shares."""
         return {
@@ -95,20 +101,9 @@ class Target:
         softcap = self._text.final_logit_softcapping
         return out if softcap is None else logit_softcap(softcap, out)
 
-    def views(self, layers: list[Any]) -> dict[str, View]:
-        """What a drafter attends to, for each attention type.
-
-        They are views of the buffers: hold them while those are written and MLX must
-        copy every one of them.
-
-        Args:
-            layers: ``Live.layers``.
-        """
-        last = {
-            owner.layer_type: layer
-            for owner, layer in zip(self.owners(), layers, strict=True)
-        }
-        return {kind: layer.view() for kind, layer in last.items()}
+    def lenders(self) -> dict[str, int]:
+        """The cache that a drafter reads for each attention type: the last one."""
+        return {layer.layer_type: i for i, layer in enumerate(self.owners())}
 
     def check_head(self) -> None:
         """Make sure that ``logits(hidden(x))`` is what the model itself computes.

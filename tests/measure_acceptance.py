@@ -82,12 +82,12 @@ def overlaps(pair, prompts, heats, depth=3):
         laws = chain(normalise(target.logits(hidden)[0]))
         for end in range(2, text.size - depth):
             live.reserve(1)
-            target.hidden(text[None, end - 1 : end], live.layers)
+            target.hidden(text[None, end - 1 : end], live.buffers.layers)
             live.wrote(1, mx.zeros(1, mx.int32))
             live.landed(0)
             if end < 100 or end % 4:
                 continue
-            views = target.views(live.layers)
+            views = {k: live.buffers.valid(i) for k, i in target.lenders().items()}
             kv = {kind: (view.keys, view.values) for kind, view in views.items()}
             h = hidden[:, end - 1 : end]
             for i in range(depth):

@@ -11,8 +11,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ORDER = [
     "rounds",
     "tape",
+    "memory",
+    "buffers",
     "cache",
     "target",
+    "forward",
     "law",
     "verify",
     "stats",

@@ -97,7 +97,8 @@ class Scripted:
 
 def shared_kv(target, caches):
     """What the drafter is shown of caches that hold a text; empties them."""
-    views = target.views(Live(caches).layers)
+    held = Live(caches).buffers
+    views = {kind: held.valid(i) for kind, i in target.lenders().items()}
     return {kind: (view.keys, view.values) for kind, view in views.items()}
 
 
