@@ -20,6 +20,7 @@ START = 10.0  # plain steps that a new purse holds
 MEMORY = 0.98  # weight of a position's past at each further observation
 FADING = 0.995  # and at each round without one
 UNKNOWN = 0.9  # acceptance that a position may have if nothing is known
+FIRST = 3  # the depth that is tried first
 SAMPLES = 9  # times of a depth that are remembered
 
 
@@ -80,6 +81,8 @@ class Adaptive:
             cost.age += 1
         hopes = [self._hope(k) for k in range(limit + 1)]
         tried = max(range(limit + 1), key=hopes.__getitem__)
+        if not any(cost.seconds for cost in self.costs[1:]):
+            tried = min(FIRST, limit)
         if tried != best and hopes[tried] > rate:
             loss = self._expected_cost(tried) - self._tokens(tried) / rate
             if loss < (self._purse or 0.0):
@@ -116,13 +119,16 @@ class Adaptive:
         return expected_tokens(self.acceptance, drafts)
 
     def _expected_cost(self, drafts: int) -> float:
-        """The time a depth takes, as far as known: else that of its neighbours."""
-        if self.costs[drafts].seconds:
-            return self.costs[drafts].value
+        """The time a depth takes, as far as known: else on a line between others."""
         known = [k for k, cost in enumerate(self.costs) if cost.seconds]
-        below = max((k for k in known if k < drafts), default=0)
-        above = min((k for k in known if k > drafts), default=below)
-        return max(self.costs[below].value, self.costs[above].value)
+        low = max(k for k in known if k <= drafts)
+        high = min((k for k in known if k >= drafts), default=low)
+        if high == low:
+            low = 0 if low < drafts else low
+        if high == low:
+            return self.costs[low].value
+        first, last = self.costs[low].value, self.costs[high].value
+        return first + (last - first) * (drafts - low) / (high - low)
 
     def _hope(self, drafts: int) -> float:
         """The rate that a depth may have, if what is unknown turns out well."""
