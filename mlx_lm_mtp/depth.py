@@ -9,10 +9,11 @@ little of the time, and what lucky tries earn. Depth 0 is plain decoding.
 Only past rounds decide, so the law of the text is kept; see docs/lossless.md.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from statistics import median_low
-from typing import Optional, Protocol
+from typing import Any, Optional, Protocol
 
 MAX_DRAFTS = 8
 PURSE = 0.0075  # of the time may go into depths that are not the best known
@@ -195,3 +196,16 @@ class Cost:
         if len(self.seconds) < 2:
             return least
         return self.value * (1 - 0.2 * (1 - FADING ** (self.age / 4)))
+
+
+_learnt: dict[tuple[int, int], Adaptive] = {}
+
+
+def learnt(model: Any, drafter: Any) -> Adaptive:
+    """What was learnt about a pair in this process, for as long as both live."""
+    key = id(model), id(drafter)
+    if key not in _learnt:
+        _learnt[key] = Adaptive()
+        for part in (model, drafter):
+            weakref.finalize(part, _learnt.pop, key, None)
+    return _learnt[key]

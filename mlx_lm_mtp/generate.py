@@ -10,10 +10,9 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from . import cache as kv
-from .depth import Adaptive, Depth, Pinned
+from .depth import Depth, Pinned, learnt
 from .law import LogitsProcessor, Sampler
 from .loop import Emission, Progress, Run
-from .memory import kept
 from .pair import check_pair, is_drafter
 from .residual import DRAFT_HEAT, make_rule
 from .rounds import MTPError
@@ -105,7 +104,7 @@ def mtp_generate_step(
         fresh if prompt_cache is None else prompt_cache,
         rule,
         stats or MTPStats(),
-        pinned or kept(Adaptive, model, draft_model),
+        pinned or learnt(model, draft_model),
         draft_position,
     )
     steps = run.steps(

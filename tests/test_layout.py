@@ -11,7 +11,6 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ORDER = [
     "rounds",
     "tape",
-    "memory",
     "buffers",
     "cache",
     "target",
@@ -19,6 +18,7 @@ ORDER = [
     "law",
     "verify",
     "stats",
+    "clock",
     "pair",
     "depth",
     "propose",
