@@ -49,7 +49,7 @@ class Round:
 
     def launch_half(self) -> None:
         """Give the device the first half of the parts."""
-        for _ in range(len(self.parts) // 2):
+        for _ in range((len(self.parts) + 1) // 2):
             mx.async_eval(self.parts.pop(0))
 
     def launch_at(self, layer: int) -> None:
