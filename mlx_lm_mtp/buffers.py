@@ -5,7 +5,6 @@ host knows how many drafts of the last round stand. What a rejection leaves behi
 past the end, out of every query's sight.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
@@ -35,7 +34,6 @@ class Buffers:
         offset: [B] int32, how many tokens a row holds.
         base: The position of the first slot in layers with a window; 0 elsewhere.
         exact: How many tokens are held, if the host knows.
-        writing: Called with each layer that is written to.
     """
 
     windows: tuple[Optional[int], ...]
@@ -44,7 +42,6 @@ class Buffers:
     offset: mx.array
     base: int | mx.array
     exact: Optional[int] = None
-    writing: Callable[[int], None] = lambda layer: None
     _slots: dict[bool, mx.array] = field(default_factory=dict)
 
     @property
@@ -113,7 +110,6 @@ class Layer:
     ) -> tuple[mx.array, mx.array]:
         """Append keys and values [B, heads, L, head size] where the rows end."""
         held, i, size = self.buffers, self.i, keys.shape[2]
-        held.writing(i)
         if size == 1 and held.exact is not None:
             span = held._newest(i, 1)
             held.keys[i][..., span.stop - 1 : span.stop, :] = keys

@@ -28,28 +28,16 @@ def is_lean(drafter: Any) -> bool:
 
 
 def verify_forward(
-    target: Target, live: Live, tokens: mx.array, meanwhile: Callable[[int], None]
+    target: Target, live: Live, tokens: mx.array
 ) -> tuple[mx.array, mx.array]:
     """Read tokens [B, L] into the buffers.
-
-    Args:
-        target: The target.
-        live: Its K/V.
-        tokens: The seed tokens and drafts.
-        meanwhile: Called with every layer that is built, if it owns a cache.
 
     Returns:
         Hidden states [B, L, H] and logits [B, L, V]; nothing is evaluated.
     """
     live.reserve(tokens.shape[1])
-    live.buffers.writing = meanwhile
     hidden = target.hidden(tokens, live.buffers.layers)
-    live.buffers.writing = _nothing
     return hidden, target.logits(hidden)
-
-
-def _nothing(layer: int) -> None:
-    pass
 
 
 def draft_step(target: Target, drafter: Any, live: Live, shift: int) -> Step:

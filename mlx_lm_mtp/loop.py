@@ -1,15 +1,14 @@
 """One generation: prefill, rounds, and the cache it leaves behind.
 
-A round *lands* when the host reads what became of it. While one flies, the next is
-already built, on the values that it will have, so the device does not wait for Python;
-it is launched right after the reading, and only then are tokens handed out. MLX holds
-the host up while the device has much to do. Therefore a round is launched in parts:
-the first before tokens are handed out, the others while the next round is built. Where
-a rule has to see the tokens first, the next round is built after the reading.
+A round is *launched* once the device has all of its work, and *lands* when the host
+reads what became of it. While one flies, the next is already built, on the values that
+it will have, so the device does not wait for Python; it is launched right after the
+reading, and only then are tokens handed out. Where a rule has to see the tokens first,
+the next round is built after the reading.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import mlx.core as mx
@@ -30,7 +29,6 @@ ENDLESS = 1 << 62
 # Drafts read two of the buffers that the target then writes. MLX copies a buffer that
 # is being read; above this many bytes it is cheaper to let the drafts finish first.
 COPIED = 32 << 20
-STRIDE = 4  # layers of a part
 
 
 @dataclass(frozen=True)
@@ -39,28 +37,12 @@ class Round:
 
     trial: Trial
     hidden: mx.array  # [1, K + 1, H]
-    parts: list[mx.array] = field(default_factory=list)  # of it, not yet launched
     reads_prompt: bool = False
 
     @property
     def size(self) -> int:
         """K."""
         return self.trial.draft.size
-
-    def launch_half(self) -> None:
-        """Give the device the first half of the parts."""
-        for _ in range((len(self.parts) + 1) // 2):
-            mx.async_eval(self.parts.pop(0))
-
-    def launch_at(self, layer: int) -> None:
-        """Give it the others evenly, while the next round is built layer by layer."""
-        if self.parts and layer % (2 * STRIDE) == STRIDE:
-            mx.async_eval(self.parts.pop(0))
-
-    def launch_all(self) -> None:
-        """Give the device all that is left."""
-        self.parts.clear()
-        mx.async_eval(*self.trial.pending(), self.hidden)
 
     def seed(self) -> Seed:
         """What the next round starts from, before the host knows it."""
@@ -134,10 +116,9 @@ class Run:
                 num = self.depth.choose(left - 2)
                 if num or flying.size:
                     undo = live.snapshot()
-                following = self._build(live, flying.seed(), num, flying.launch_at)
+                following = self._build(live, flying.seed(), num)
                 if undo is None:
                     self._launch(live, following)
-            flying.launch_all()
             decision = self._land(live, flying, left)
             shown = decision.tokens[:left]
             left -= len(shown)
@@ -152,7 +133,7 @@ class Run:
             if following is None:
                 num = self.depth.choose(left - 1)
                 seed = flying.seed_after(decision)
-                following = self._build(live, seed, num, _no_op)
+                following = self._build(live, seed, num)
             self._launch(live, following)
             yield from self._emit(decision, shown)
             flying = following
@@ -193,17 +174,8 @@ class Run:
         part = None if embeddings is None else embeddings[start:end][None]
         return self.target.hidden(prompt[start:end][None], self.caches, part)
 
-    def _build(
-        self, live: kv.Live, seed: Seed, num: int, meanwhile: Callable[[int], None]
-    ) -> Round:
-        """Draft ``num`` tokens and judge them; nothing of it is evaluated.
-
-        Args:
-            live: The target's K/V.
-            seed: What the round starts from.
-            num: K.
-            meanwhile: Called with every layer that is built.
-        """
+    def _build(self, live: kv.Live, seed: Seed, num: int) -> Round:
+        """Draft ``num`` tokens and judge them; nothing of it is evaluated."""
         self.rule.begin(num)
         draft = _nothing()
         if num:
@@ -213,22 +185,17 @@ class Run:
                 mx.async_eval(*draft.pending())
         drafted = draft.tokens.astype(seed.token.dtype)
         tokens = mx.concatenate([seed.token[:, None], drafted], axis=1)
-        hidden, logits = verify_forward(self.target, live, tokens, meanwhile)
+        hidden, logits = verify_forward(self.target, live, tokens)
         trial = self.rule.judge(draft, logits)
         live.wrote(1 + num, trial.verdict.accepted if trial.verdict else None)
-        parts = live.buffers.keys[STRIDE - 1 :: STRIDE] if num and self._ahead else []
-        return Round(trial, hidden, parts)
+        return Round(trial, hidden)
 
     def _launch(self, live: kv.Live, built: Round) -> None:
-        """Start a round, all of it unless there is something to build meanwhile."""
         if built is self._flying:
             return
         if built.size and live.largest > COPIED:
             mx.eval(built.trial.draft.pending())
-        if built.parts:
-            built.launch_half()
-        else:
-            built.launch_all()
+        mx.async_eval(*built.trial.pending(), built.hidden)
         self._flying = built
 
     def _land(self, live: kv.Live, flying: Round, left: int) -> Decision:
@@ -279,7 +246,3 @@ class Run:
 def _nothing() -> Draft:
     """The draft of a round without drafts."""
     return Draft(mx.zeros((1, 0), mx.uint32))
-
-
-def _no_op(layer: int) -> None:
-    pass
