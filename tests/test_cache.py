@@ -1,4 +1,4 @@
-"""mlx-lm's caches beside a Python list: what a query sees is the list's tail."""
+"""The K/V of rounds beside a Python list: what a query sees is the list's tail."""
 
 import mlx.core as mx
 import pytest
@@ -18,91 +18,150 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
     save_prompt_cache,
 )
-from tiny import make_target
+from tiny import make_target, poison
 
 from mlx_lm_mtp import MTPError
-from mlx_lm_mtp.cache import check, keep, length, valid_kv
+from mlx_lm_mtp.cache import Live, check, length
+
+LIVE = precondition(lambda self: self.live is not None)
+STOCK = precondition(lambda self: self.live is None)
 
 
 class CacheMachine(RuleBasedStateMachine):
     """Each entry is the serial number of its write, so a stale one shows."""
 
-    @initialize(window=st.integers(1, 9))
-    def start(self, window):
-        self.window = window
+    @initialize(window=st.integers(1, 9), prompt=st.integers(1, 30))
+    def start(self, window, prompt):
+        self.window, self.windows = window, (window, None)
         self.caches = [RotatingKVCache(window), KVCache()]
+        self.live = None
         self.tokens: list[int] = []
         self.written = 0
-        self.last = 0
+        self.flying: list[int] = []  # accepted drafts of writes that have not landed
+        self.write_stock(prompt)
 
-    def _write(self, count):
+    def _entries(self, count):
         new = list(range(self.written + 1, self.written + count + 1))
         self.written += count
-        mask = self.caches[0].make_mask(count, window_size=self.window)
-        entries = mx.array(new, mx.float32)[None, None, :, None]
-        seen = [c.update_and_fetch(entries, entries)[0] for c in self.caches]
-        self.tokens += new
-        self.last = count
-        self._check_queries(seen[0][0, 0, :, 0].tolist(), mask, count)
+        return new, mx.array(new, mx.float32)[None, None, :, None]
 
-    def _check_queries(self, entries, mask, count):
+    def _check(self, seen, mask, text, count, window):
         """Each new query sees exactly the window that ends with itself."""
         for i in range(count):
-            end = len(self.tokens) - count + i + 1
-            wanted = self.tokens[max(end - self.window, 0) : end]
-            if mask is None:
-                seen = entries
-            elif isinstance(mask, str):
-                seen = entries[: len(entries) - count + i + 1]
-            else:
-                row = mask.reshape(-1, len(entries))[i].tolist()
-                seen = [e for e, visible in zip(entries, row, strict=True) if visible]
-            assert sorted(seen) == wanted, (seen, wanted)
+            end = len(text) - count + i + 1
+            wanted = text[max(end - window, 0) if window else 0 : end]
+            found = seen
+            if isinstance(mask, str):
+                found = seen[: len(seen) - count + i + 1]
+            elif mask is not None:
+                row = mask.reshape(-1, len(seen))[i].tolist()
+                found = [e for e, shown in zip(seen, row, strict=True) if shown]
+            assert sorted(found) == wanted, (found, wanted)
 
+    @STOCK
     @rule(count=st.integers(1, 12))
-    def write(self, count):
-        self._write(count)
+    def write_stock(self, count):
+        new, entries = self._entries(count)
+        mask = self.caches[0].make_mask(count, window_size=self.window)
+        seen = [c.update_and_fetch(entries, entries)[0] for c in self.caches]
+        self.tokens += new
+        found = seen[0][0, 0, :, 0].tolist()
+        self._check(found, mask, self.tokens, count, self.window)
 
-    @precondition(lambda self: self.last)
-    @rule(data=st.data())
-    def keep(self, data):
-        drop = data.draw(st.integers(0, self.last))
-        self.tokens = self.tokens[: len(self.tokens) - drop]
-        keep(self.caches, len(self.tokens))
-        # What was dropped whole is as if it had not been written.
-        self.last = 0 if drop == self.last else self.last - drop
-
-    @precondition(lambda self: self.tokens)
+    @STOCK
     @rule()
     def save_and_load(self):
         self.caches = [type(c).from_state(c.state) for c in self.caches]
 
+    @STOCK
+    @rule()
+    def go_live(self):
+        poison(self.caches)
+        self.live = Live(self.caches)
+        assert self.caches[0].keys is None
+
+    def _write(self, size):
+        self.live.reserve(size)
+        new, entries = self._entries(size)
+        for layer, window in zip(self.live.buffers.layers, self.windows, strict=True):
+            mask = layer.make_mask(size, window_size=window)
+            seen, values = layer.update_and_fetch(entries, entries)
+            assert mx.array_equal(seen, values)
+            found = seen[0, 0, :, 0].tolist()
+            self._check(found, mask, self.tokens + new, size, window)
+        return new
+
+    @LIVE
+    @rule(size=st.integers(1, 9), data=st.data())
+    def write(self, size, data):
+        """A seed token and drafts, of which some stand; the host learns it later."""
+        accepted = data.draw(st.integers(0, size - 1))
+        self.tokens += self._write(size)[: 1 + accepted]
+        self.live.wrote(size, mx.array([accepted]))
+        self.flying.append(accepted)
+
+    @LIVE
+    @rule(size=st.integers(1, 9))
+    def cancel(self, size):
+        undo = self.live.snapshot()
+        self._write(size)
+        self.live.wrote(size, mx.array([size - 1]))
+        self.live.cancel(undo)
+
+    @precondition(lambda self: self.live is not None and self.flying)
+    @rule()
+    def land(self):
+        self.live.landed(self.flying.pop(0))
+
+    @LIVE
+    @precondition(lambda self: len(self.flying) < 2)
+    @rule(data=st.data())
+    def give_back(self, data):
+        """At any token that was handed out, with one write still flying or none."""
+        flying = 1 + self.flying[0] if self.flying else 0
+        known = len(self.tokens) - flying
+        least = max(known - 3, self.live._kept, 1)
+        held = data.draw(st.integers(least, known + (flying > 0)))
+        self.tokens = self.tokens[:held]
+        self.live.give_back(self.caches, held)
+        self.live, self.flying = None, []
+        poison(self.caches)
+        assert {c.offset for c in self.caches} == {held} == {length(self.caches)}
+
     @invariant()
     def the_drafter_sees_the_newest(self):
-        if not getattr(self, "tokens", None):
+        if getattr(self, "live", None) is None:
             return
-        assert length(self.caches) == len(self.tokens)
-        for cache, window in zip(self.caches, (self.window, None), strict=True):
-            keys, values = valid_kv(cache, window)
-            wanted = self.tokens[-window:] if window else self.tokens
-            found = sorted(keys[0, 0, :, 0].tolist())
-            # Where a write was dropped whole, a full window lacks its oldest entry,
-            # which no query sees any more.
-            skip = 1 if self.last == 0 else 0
-            assert found[skip:] == wanted[skip:], (found, wanted)
-            assert values.shape == keys.shape
+        for i, window in enumerate(self.windows):
+            view = self.live.buffers.view(i)
+            entries = view.keys[0, 0, :, 0].tolist()
+            row = view.mask.reshape(-1).tolist()
+            found = [e for e, shown in zip(entries, row, strict=True) if shown]
+            assert found == (self.tokens[-window:] if window else self.tokens)
+            if self.live.buffers.exact is not None:
+                valid = self.live.buffers.valid(i)
+                assert valid.mask is None
+                assert valid.values[0, 0, :, 0].tolist() == found
 
 
 TestCacheMachine = CacheMachine.TestCase
 
 
-def test_dropping_more_than_the_last_write_is_refused():
-    cache = RotatingKVCache(4)
-    entries = mx.zeros((1, 1, 6, 2))
+def test_buffers_do_not_grow_with_a_window():
+    """Ten thousand rounds past the window in the same few slots."""
+    cache = RotatingKVCache(8)
+    entries = mx.zeros((1, 1, 4, 2))
     cache.update_and_fetch(entries, entries)
-    cache.update_and_fetch(entries[:, :, :2], entries[:, :, :2])
-    with pytest.raises(RuntimeError, match="cannot drop 5 of 8 tokens"):
-        keep([cache], 3)
+    live = Live([cache])
+    sizes = set()
+    for _ in range(10_000):
+        live.reserve(4)
+        live.buffers.layers[0].update_and_fetch(entries, entries)
+        live.wrote(4, mx.array([1]))
+        live.landed(1)
+        mx.eval(live.buffers.keys)
+        sizes.add(live.buffers.keys[0].shape[2])
+    assert sizes == {256}
 
 
 def test_foreign_caches_are_refused():
@@ -131,11 +190,11 @@ def test_layers_that_disagree_are_refused():
         check(caches, make_prompt_cache(model))
 
 
-def test_kept_caches_survive_a_file(tmp_path):
+def test_caches_given_back_survive_a_file(tmp_path):
     model = make_target()
     caches = make_prompt_cache(model)
     model(mx.array([list(range(20))]), cache=caches)
-    keep(caches, 17)
+    Live(caches).give_back(caches, 20)
     save_prompt_cache(str(tmp_path / "cache.safetensors"), caches)
     loaded = load_prompt_cache(str(tmp_path / "cache.safetensors"))
     check(loaded, make_prompt_cache(model))

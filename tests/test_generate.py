@@ -14,7 +14,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
     save_prompt_cache,
 )
-from tiny import KINDS, VOCAB, Scripted, make_target, plain, poison
+from tiny import KINDS, VOCAB, Lean, Scripted, make_target, plain, poison
 
 from mlx_lm_mtp import MTPError, MTPStats, mtp_generate_step
 
@@ -165,20 +165,25 @@ def test_quantised_targets(pair, prompts, tmp_path):
 # Every acceptance, every stop -------------------------------------------------------
 
 
-def scripted(kind, prompt, accepts, tokens):
+# A drafter that is called as documented, and one that flies ahead of the host.
+DOORS = [Scripted, Lean]
+
+
+def scripted(kind, prompt, accepts, tokens, door=Scripted):
     """The plain answer, and a drafter that accepts by the script."""
     wanted = plain(TARGETS[kind], prompt, tokens)
-    return wanted, Scripted(prompt + wanted, accepts)
+    return wanted, door(prompt + wanted, accepts)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num", [1, 2, 3, 4])
-def test_every_pair_of_accepted_counts(kind, num):
+@pytest.mark.parametrize("door", DOORS)
+def test_every_pair_of_accepted_counts(kind, num, door):
     """Each count follows each other one, across and past the window."""
     pairs = itertools.product(range(num + 1), repeat=2)
     accepts = [count for pair in pairs for count in pair]
     tokens = 1 + sum(a + 1 for a in accepts)
-    wanted, drafter = scripted(kind, [7, 3, 9], accepts, tokens)
+    wanted, drafter = scripted(kind, [7, 3, 9], accepts, tokens, door)
     stats = MTPStats()
     found = mtp(
         TARGETS[kind],
@@ -198,17 +203,21 @@ def test_every_pair_of_accepted_counts(kind, num):
     prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20),
     accepts=st.lists(st.integers(0, 5), max_size=12),
     stop=st.integers(0, 30),
+    door=st.sampled_from(DOORS),
+    max_tokens=st.integers(1, 31),
 )
-def test_any_stop_leaves_what_was_yielded(kind, num, prompt, accepts, stop):
-    model = TARGETS[kind]
-    wanted, drafter = scripted(kind, prompt, accepts, 31)
+def test_any_stop_leaves_what_was_yielded(
+    kind, num, prompt, accepts, stop, door, max_tokens
+):
+    model, stop = TARGETS[kind], min(stop, max_tokens)
+    wanted, drafter = scripted(kind, prompt, accepts, 31, door)
     caches = make_prompt_cache(model)
     steps = mtp_generate_step(
         mx.array(prompt),
         model,
         drafter,
         num_draft_tokens=num,
-        max_tokens=31,
+        max_tokens=max_tokens,
         prompt_cache=caches,
     )
     found = []
@@ -223,7 +232,8 @@ def test_any_stop_leaves_what_was_yielded(kind, num, prompt, accepts, stop):
 
 
 @given(first=st.integers(1, 12), second=st.integers(1, 12), num=st.integers(0, 4))
-def test_a_conversation_continues_in_either_way(first, second, num):
+@pytest.mark.parametrize("door", DOORS)
+def test_a_conversation_continues_in_either_way(door, first, second, num):
     """MTP then plain, and plain then MTP, on one cache."""
     model, prompt, more = TARGETS["e"], [5, 8, 13], [21, 2]
     caches, reference = make_prompt_cache(model), make_prompt_cache(model)
@@ -231,7 +241,7 @@ def test_a_conversation_continues_in_either_way(first, second, num):
     two = plain(model, more, second, prompt_cache=reference)
     three = plain(model, more, second, prompt_cache=reference)
     history = prompt + one + more + two + more + three
-    drafter = Scripted(history, [1, 0, 2])
+    drafter = door(history, [1, 0, 2])
     options = {"num_draft_tokens": num, "prompt_cache": caches}
     assert mtp(model, drafter, prompt, max_tokens=first, **options) == one
     assert plain(model, more, second, prompt_cache=caches) == two
@@ -260,10 +270,11 @@ def test_caches_travel_through_files(pair, prompts, tmp_path):
     assert plain(pair.model, [9], 30, prompt_cache=load_prompt_cache(file)) == then
 
 
-def test_an_error_inside_the_target_leaves_the_cache_exact(monkeypatch):
+@pytest.mark.parametrize("door", DOORS)
+def test_an_error_inside_the_target_leaves_the_cache_exact(monkeypatch, door):
     """Interrupted between two layers of a verify, past the window."""
     model, prompt = TARGETS["dense"], list(range(20))
-    wanted, drafter = scripted("dense", prompt, [1, 2, 0, 1], 20)
+    wanted, drafter = scripted("dense", prompt, [1, 2, 0, 1], 20, door)
     layer = type(model.layers[0])
     plain_call, calls = layer.__call__, itertools.count()
 
@@ -288,8 +299,9 @@ def test_an_error_inside_the_target_leaves_the_cache_exact(monkeypatch):
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 2, 3, 5])
 @pytest.mark.parametrize("num", [0, 1, 4])
-def test_max_tokens_is_exact(max_tokens, num):
-    wanted, drafter = scripted("e", [4], [], 8)
+@pytest.mark.parametrize("door", DOORS)
+def test_max_tokens_is_exact(max_tokens, num, door):
+    wanted, drafter = scripted("e", [4], [], 8, door)
     found = mtp(TARGETS["e"], drafter, [4], num_draft_tokens=num, max_tokens=max_tokens)
     assert found == wanted[:max_tokens]
 
