@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from statistics import median_low
-from typing import Any, Optional, Protocol
+from typing import Any, Protocol
 
 MAX_DRAFTS = 8
 PURSE = 0.0075  # of the time may go into depths that are not the best known
@@ -68,11 +68,11 @@ class Adaptive:
     def __init__(self) -> None:
         self.positions = [Position() for _ in range(MAX_DRAFTS)]
         self.costs = [Cost() for _ in range(MAX_DRAFTS + 1)]
-        self._purse: Optional[float] = None  # seconds
+        self._purse = 0.0  # seconds
 
     def choose(self, limit: int) -> int:
         limit = max(min(limit, MAX_DRAFTS), 0)
-        if len(self.costs[0].seconds) < 2:
+        if not self.costs[0].sure:
             return 0
         best = self.best(limit)
         rate = self.rate(best)
@@ -86,15 +86,15 @@ class Adaptive:
             tried = min(FIRST, limit)
         if tried != best and hopes[tried] > rate:
             loss = self._expected_cost(tried) - self._tokens(tried) / rate
-            if loss < (self._purse or 0.0):
+            if loss < self._purse:
                 return tried
         return best
 
     def learn(self, drafts: int, accepted: int, seconds: float) -> None:
         if drafts > MAX_DRAFTS or seconds <= 0:
             return
-        self._pay(drafts, accepted, seconds)
         self.costs[drafts].add(seconds)
+        self._pay(drafts, accepted)
         for i in range(min(accepted + 1, drafts)):
             self.positions[i].add(accepted > i)
 
@@ -121,7 +121,7 @@ class Adaptive:
 
     def _expected_cost(self, drafts: int) -> float:
         """The time a depth takes, as far as known: else on a line between others."""
-        known = [k for k, cost in enumerate(self.costs) if cost.seconds]
+        known = [k for k, cost in enumerate(self.costs) if cost.sure]
         low = max(k for k in known if k <= drafts)
         high = min((k for k in known if k >= drafts), default=low)
         if high == low:
@@ -137,17 +137,20 @@ class Adaptive:
         cost = self.costs[drafts].hope(self.costs[0].value)
         return expected_tokens(shares, drafts) / cost
 
-    def _pay(self, drafts: int, accepted: int, seconds: float) -> None:
-        """Book a round against what the best known depth would have earned."""
-        if len(self.costs[0].seconds) < 2:
-            self._purse = START * seconds
+    def _pay(self, drafts: int, accepted: int) -> None:
+        """Book a round against what the best known depth would have earned.
+
+        Its usual time counts: what once compiled kernels says nothing of the depth.
+        """
+        plain, cost, best = self.costs[0], self.costs[drafts], self.best()
+        if not plain.sure:
+            self._purse = START * plain.value if plain.seconds else 0.0
             return
-        best = self.best()
-        change = PURSE * seconds
-        if drafts != best:
-            change += (1 + accepted) / self.rate(best) - seconds
+        change = PURSE * cost.value
+        if drafts != best and cost.sure:
+            change += (1 + accepted) / self.rate(best) - cost.value
         # A lucky streak is not saved up for ever.
-        self._purse = min((self._purse or 0.0) + change, START * self.costs[0].value)
+        self._purse = min(self._purse + change, START * plain.value)
 
 
 class Position:
@@ -187,13 +190,18 @@ class Cost:
         self.age = 0
 
     @property
+    def sure(self) -> bool:
+        """Whether it was measured more than once."""
+        return len(self.seconds) > 1
+
+    @property
     def value(self) -> float:
         """Median; of two the lower, as the first may have compiled kernels."""
         return median_low(self.seconds)
 
     def hope(self, least: float) -> float:
-        """The time it may take: ``least`` until it was measured twice."""
-        if len(self.seconds) < 2:
+        """The time it may take: ``least`` until that is sure."""
+        if not self.sure:
             return least
         return self.value * (1 - 0.2 * (1 - FADING ** (self.age / 4)))
 

@@ -1,0 +1,150 @@
+"""The depth controller on measured and modelled machines, and in generations."""
+
+import gc
+import random
+from collections import deque
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import Lean, make_target, plain
+
+from mlx_lm_mtp import MTPStats, depth, mtp_generate_step
+
+# Wall cost of a verify of 1, 2, ... 9 tokens, and of a draft step, in plain steps.
+CURVES = {
+    "ideal": ([1, 1.02, 1.05, 1.10, 1.15, 1.28, 1.45, 1.65, 1.90], 0.05),
+    "M4 Pro, 4-bit": ([1, 1.11, 1.31, 1.45, 1.71, 1.98, 2.20, 2.44, 2.7], 0.05),
+    "E4B, mxfp8": ([1, 1.16, 1.40, 1.64, 1.88, 2.12, 2.36, 2.60, 2.84], 0.06),
+    "no gain from width": ([1, 1.83, 2.55, 3.26, 3.95, 4.60, 5.28, 6.12, 6.2], 0.05),
+    "MoE, uniform": ([1, 1.35, 1.68, 1.99, 2.28, 2.55, 2.81, 3.05, 3.27], 0.12),
+    "MoE, overlap": ([1, 1.21, 1.42, 1.62, 1.81, 1.99, 2.17, 2.34, 2.50], 0.12),
+    "E4B, H200": ([1, 2.07, 2.08, 2.40, 2.78, 2.93, 3.18, 2.33, 2.21], 0.15),
+    "26B-A4B, H200": ([1, 1.21, 1.52, 1.58, 1.85, 1.97, 2.14, 2.16, 2.07], 0.1),
+    "31B, H200": ([1, 2.16, 3.09, 3.91, 4.51, 5.02, 5.87, 2.63, 2.59], 0.06),
+}
+OVERHEAD = 0.03
+FALL = 0.97  # of the acceptance from one position to the next
+TEXTS = [[0.0], [0.3], [0.6], [0.8], [0.9], [0.95, 0.78, 0.54], [0.0, 0.9]]
+SEGMENT = 300  # tokens of one kind of text
+
+
+def costs_of(curve):
+    verify, step = CURVES[curve]
+    return [verify[0]] + [verify[k] + k * step + OVERHEAD for k in range(1, 9)]
+
+
+def shares(acceptance):
+    return [acceptance * FALL**i for i in range(8)]
+
+
+def fixed_rate(costs, kinds, drafts):
+    """Expected tokens per time of a fixed depth on a text that changes its kind."""
+    times = [
+        costs[drafts] / depth.expected_tokens(shares(kind), drafts) for kind in kinds
+    ]
+    return len(times) / sum(times)
+
+
+def simulate(controller, costs, kinds, tokens, seed=0, noise=0.05):
+    """Tokens per time; a round is chosen before the one that flies is known."""
+    rng, flying = random.Random(seed), deque()
+    done, time = 0, 0.0
+    while done < tokens:
+        kind = shares(kinds[done // SEGMENT % len(kinds)])
+        drafts, accepted = controller.choose(100), 0
+        while accepted < drafts and rng.random() < kind[accepted]:
+            accepted += 1
+        seconds = costs[drafts] * rng.lognormvariate(0, noise)
+        flying.append((drafts, accepted, seconds))
+        done, time = done + 1 + accepted, time + seconds
+        if len(flying) > 1:
+            controller.learn(*flying.popleft())
+    return done / time
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize(
+    "kinds",
+    [[0.0], [0.3], [0.6], [0.8], [0.9], [0.95, 0.78, 0.54], [0.0, 0.9]],
+    ids=str,
+)
+def test_adaptive_is_nearly_the_best_fixed_depth(curve, kinds):
+    costs = costs_of(curve)
+    rates = [fixed_rate(costs, kinds, k) for k in range(9)]
+    runs = [simulate(depth.Adaptive(), costs, kinds, 8000, seed) for seed in range(2)]
+    found = sum(runs) / len(runs)
+    assert found >= 0.97 * max(rates), (found / max(rates), rates)
+    assert found >= 0.98 * rates[0]
+
+
+@given(data=st.data(), limit=st.integers(0, 20))
+def test_the_limit_is_kept_and_nonsense_ignored(data, limit):
+    controller = depth.Adaptive()
+    for _ in range(30):
+        drafts = controller.choose(limit)
+        assert 0 <= drafts <= min(limit, depth.MAX_DRAFTS)
+        accepted = data.draw(st.integers(0, drafts))
+        seconds = data.draw(st.sampled_from([0.0, -1.0, 1e-9, 0.01, 100.0]))
+        controller.learn(drafts, accepted, seconds)
+    assert all(0 <= share <= 1 for share in controller.acceptance)
+
+
+def settled(kinds, tokens=3000, curve="M4 Pro, 4-bit"):
+    controller = depth.Adaptive()
+    simulate(controller, costs_of(curve), kinds, tokens)
+    return controller
+
+
+def test_it_recovers_from_both_sides():
+    """From text that cannot be drafted to text that can, and back."""
+    costs = costs_of("M4 Pro, 4-bit")
+    controller = settled([0.0])
+    assert controller.best() == 0
+    simulate(controller, costs, [0.9], 1500)
+    assert controller.best() >= 2
+    simulate(controller, costs, [0.0], 500)
+    assert controller.best() == 0
+
+
+def test_a_machine_that_slows_down_is_noticed():
+    controller = settled([0.8])
+    assert controller.best() > 0
+    slow = costs_of("no gain from width")
+    simulate(controller, slow, [0.8], 3000)
+    assert controller.best() == 0
+
+
+def test_the_depth_behind_the_hump_is_found():
+    assert settled([0.9], curve="31B, H200").best() >= 7
+
+
+def test_the_first_time_of_a_depth_may_compile_kernels():
+    controller, seen = depth.Adaptive(), set()
+    costs = costs_of("ideal")
+    for _ in range(1000):
+        drafts = controller.choose(8)
+        factor = 1 if drafts in seen else 50
+        seen.add(drafts)
+        controller.learn(drafts, round(0.9 * drafts), factor * costs[drafts])
+    assert controller.best() >= 3
+
+
+def test_what_is_learnt_outlives_a_generation_but_not_the_pair():
+    model = make_target("dense")
+    wanted = plain(model, [1, 2], 80)
+    drafter = Lean([1, 2, *wanted], [])
+    stats = MTPStats()
+    steps = mtp_generate_step(
+        mx.array([1, 2]), model, drafter, max_tokens=80, stats=stats
+    )
+    assert [token for token, _, _ in steps] == wanted
+    learnt = depth.learnt(model, drafter)
+    assert learnt is depth.learnt(model, drafter)
+    assert sum(len(cost.seconds) for cost in learnt.costs) > 0 and stats.drafted
+    key, known = (id(model), id(drafter)), depth._learnt
+    assert key in known
+    del model, drafter, steps
+    gc.collect()
+    assert key not in known
