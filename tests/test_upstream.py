@@ -63,7 +63,9 @@ coupled = {"verification": "coupled", "draft_model": drafter}
 print(json.dumps({
     "version": mlx_lm.__version__,
     "status": mlx_lm_mtp.status(),
-    "greedy": text() == text(draft_model=drafter, stats=stats),
+    "greedy": text() == text(
+        draft_model=drafter, num_draft_tokens=3, stats=stats
+    ),
     "coupled": text(**hot) == text(**hot, **coupled),
     "block": len(text(**hot, draft_model=drafter)) > 0,
     "tokens_per_forward": stats.tokens_per_forward,
