@@ -20,6 +20,8 @@ from .target import Target
 
 MODEL_FILE = Path(__file__).parent / "models" / "gemma4_assistant.py"
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+BITS = (2, 3, 4, 5, 6, 8)  # that MLX's kernels know
+GROUPS = (64, 32)
 
 
 @functools.cache
@@ -130,12 +132,16 @@ def _missing_shards(folder: Path) -> Iterator[str]:
         yield from sorted({n for n in names if not (folder / n).exists()})
 
 
-def load_assistant(path_or_repo: str, model: nn.Module) -> nn.Module:
+def load_assistant(
+    path_or_repo: str, model: nn.Module, quantize: Optional[int] = None
+) -> nn.Module:
     """Load a Gemma 4 drafter for a target. No tokenizer files are needed.
 
     Args:
         path_or_repo: A local folder or a Hugging Face repository.
         model: The target, as ``mlx_lm.load`` returned it.
+        quantize: Bits to quantise the drafter to, its head too. Text and law stay the
+            target's; only the acceptance may move.
 
     Returns:
         The drafter. It holds no state of a generation, several may share it.
@@ -156,6 +162,32 @@ def load_assistant(path_or_repo: str, model: nn.Module) -> nn.Module:
     target.check_head()
     drafter = _load_weights(folder)
     _check_ordering(drafter, folder)
+    return drafter if quantize is None else _quantised(drafter, config, quantize)
+
+
+def _quantised(drafter: Any, config: dict[str, Any], bits: int) -> nn.Module:
+    if bits not in BITS:
+        raise MTPError(
+            f"an assistant cannot be quantised to {bits} bits, give one of "
+            f"{', '.join(map(str, BITS))}"
+        )
+    if "quantization" in config:
+        raise MTPError("the assistant is quantised already: do not ask for it again")
+    width = drafter.args.text.hidden_size
+    group = next((size for size in GROUPS if width % size == 0), None)
+    if group is None:
+        raise MTPError(
+            f"the assistant's hidden size {width} is no multiple of {GROUPS[-1]}: it "
+            "cannot be quantised"
+        )
+    nn.quantize(
+        drafter,
+        group,
+        bits,
+        class_predicate=lambda _, module: (
+            hasattr(module, "to_quantized") and module.weight.shape[-1] % group == 0
+        ),
+    )
     return drafter
 
 

@@ -9,9 +9,9 @@ import pytest
 from mlx_lm import convert, load
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import dequantize_model
-from tiny import shared_kv
+from tiny import plain, shared_kv
 
-from mlx_lm_mtp import load_assistant
+from mlx_lm_mtp import MTPError, MTPStats, load_assistant, mtp_generate_step
 from mlx_lm_mtp.target import Target
 
 TOLERANCE = 1e-4
@@ -151,6 +151,27 @@ def test_converted_drafters_load_and_draft(pair, tmp_path, recipe):
         assert_close(logits, plain[1])
     if "4" not in recipe and recipe != "mixed":
         assert tokens == goldens["p2_draft_tokens_w"].tolist()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_drafters_quantised_on_loading(pair, prompts, bits):
+    drafter = load_assistant(pair.assistant_path, pair.model, bits)
+    head = drafter.model.embed_tokens
+    assert head.bits == bits
+    stats = MTPStats()
+    prompt, options = prompts[1][:60], {"num_draft_tokens": 3, "max_tokens": 60}
+    found = mtp_generate_step(prompt, pair.model, drafter, stats=stats, **options)
+    assert [t for t, _, _ in found] == plain(pair.model, prompt.tolist(), 60)
+    assert stats.tokens_per_forward > 2
+
+
+def test_quantisation_that_cannot_be_is_refused(pair_e, tmp_path):
+    with pytest.raises(MTPError, match="cannot be quantised to 7 bits"):
+        load_assistant(pair_e.assistant_path, pair_e.model, 7)
+    folder = str(tmp_path / "out")
+    convert(pair_e.assistant_path, folder, quantize=True, q_bits=4)
+    with pytest.raises(MTPError, match="quantised already"):
+        load_assistant(folder, pair_e.model, 4)
 
 
 def test_the_ordering_survives_conversion_as_integers(pair_e, tmp_path):
