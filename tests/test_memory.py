@@ -1,10 +1,15 @@
 """MTP costs the drafter's weights, and nearly nothing else, in memory."""
 
+import gc
 import json
 import subprocess
 import sys
 
+import mlx.core as mx
 import pytest
+from tiny import Lean, make_target
+
+from mlx_lm_mtp import MTPStats, mtp_generate_step
 
 MEASURE = """
 import json, sys
@@ -60,3 +65,30 @@ def test_peak_memory():
     found = json.loads(run.stdout)
     assert found["target"] > 300e6
     assert found["mtp"] <= 1.02 * found["plain"], found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num", [0, 2])
+def test_ten_thousand_rounds_hold_nothing(num):
+    """With sliding layers alone, all that could grow is what a round leaves behind."""
+    model = make_target(pattern=4 * ["sliding_attention"])
+    drafter = Lean(20_000 * [1], [])
+    stats = MTPStats()
+    steps = mtp_generate_step(
+        mx.array([1, 2, 3]),
+        model,
+        drafter,
+        num_draft_tokens=num,
+        max_tokens=-1,
+        stats=stats,
+    )
+    held = []
+    for _ in steps:
+        if stats.rounds in (1_000, 10_000) and len(held) < 1 + (stats.rounds > 1_000):
+            gc.collect()
+            held.append((mx.get_active_memory(), len(gc.get_objects())))
+        if stats.rounds > 10_000:
+            break
+    (early, early_objects), (late, late_objects) = held
+    assert late <= early + 100_000
+    assert late_objects <= early_objects + 1_000
