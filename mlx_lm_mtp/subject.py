@@ -15,6 +15,8 @@ from .rounds import MTPError
 from .synthetic import BITS, SIZES, make_pair
 from .target import Target
 
+EMBEDDED = "the pair in the box"
+
 
 @dataclass
 class Subject:
@@ -108,8 +110,7 @@ def open_subject(args: argparse.Namespace) -> Subject:
         return _synthetic(args)
     model, tokenizer = open_target(args)
     assistant = args.mtp_assistant or str(ASSISTANT)
-    name = args.model or "the pair in the box"
-    return Subject(name, model, load_assistant(assistant, model), tokenizer)
+    return Subject(args.model or EMBEDDED, model, load_assistant(assistant, model), tokenizer)
 
 
 def _synthetic(args: argparse.Namespace) -> Subject:
