@@ -11,6 +11,7 @@ import mlx.core as mx
 from . import __version__
 
 PACKAGES = ("mlx", "mlx-lm", "transformers")
+FAST_BLAS = ("openblas", "libmkl", "libblis", "libarmpl")
 MEMORY_KEYS = ("max_recommended_working_set_size", "memory_size", "total_memory")
 
 
@@ -37,6 +38,10 @@ def uses_reference_blas() -> bool:
     """Whether this is MLX on a Linux CPU without a fast BLAS in the process."""
     if mx.default_device().type != mx.DeviceType.cpu or sys.platform != "linux":
         return False
-    maps = Path("/proc/self/maps")
-    loaded = maps.read_text() if maps.exists() else ""
-    return not any(name in loaded for name in ("openblas", "libmkl", "blis", "libarmpl"))
+    # NumPy and SciPy bring a BLAS of their own, which MLX does not see.
+    libraries = [
+        line
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "numpy" not in line and "scipy" not in line
+    ]
+    return not any(name in line for line in libraries for name in FAST_BLAS)

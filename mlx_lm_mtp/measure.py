@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, Optional
 
@@ -18,12 +19,14 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from .cache import length
+from .cache import Live
+from .depth import MAX_DRAFTS, expected_tokens
 from .propose import Drawn, propose
 from .rounds import Seed
+from .rule import pick
+from .stats import MTPStats
 from .target import Target
 
-MOST_DRAFTS = 8
 WARM, LEAST, MOST = 2, 3, 40  # calls of a series: not counted, fewest, most
 PREFILL = 2048  # tokens of a forward
 
@@ -84,13 +87,12 @@ def measure(
         seconds: About how long to measure; at least three calls of each are.
     """
     read = prefill(model, prompt)
-    numbers = range(1, MOST_DRAFTS + 1)
-    series: dict[Any, Callable[[], Iterator[Any]]] = {
-        "plain": lambda: _plain(model, read),
-        **{("verify", n + 1): lambda n=n: _verifies(model, read, n + 1) for n in numbers},
-        **{("draft", n): lambda n=n: _drafts(model, drafter, read, n) for n in numbers},
-        ("verify", 1): lambda: _verifies(model, read, 1),
-    }
+    series: dict[Any, Callable[[], Iterator[Any]]] = {}
+    series["plain"] = partial(_plain, model, read)
+    for n in range(1, MAX_DRAFTS + 2):
+        series["verify", n] = partial(_verifies, model, read, n)
+    for n in range(1, MAX_DRAFTS + 1):
+        series["draft", n] = partial(_drafts, model, drafter, read, n)
     times: dict[Any, list[float]] = {name: [] for name in series}
     # There and back, so that a machine that slows down does not favour what came first.
     for name in [*series, *reversed(series)]:
@@ -100,8 +102,8 @@ def measure(
     return Costs(
         context=len(prompt),
         plain=middle["plain"],
-        verify={n: middle["verify", n] for n in range(1, MOST_DRAFTS + 2)},
-        draft={n: middle["draft", n] for n in numbers},
+        verify={n: middle["verify", n] for n in range(1, MAX_DRAFTS + 2)},
+        draft={n: middle["draft", n] for n in range(1, MAX_DRAFTS + 1)},
         host=_host(model, read),
     )
 
@@ -134,9 +136,7 @@ def _launch(calls: Iterator[Any]) -> Any:
 
 def _plain(model: nn.Module, read: Prefilled) -> Iterator[Any]:
     # It evaluates what it yields and has launched the next: only its pace is measured.
-    steps = generate_step(
-        read.last, model, max_tokens=-1, prompt_cache=read.copies()
-    )
+    steps = generate_step(read.last, model, max_tokens=-1, prompt_cache=read.copies())
     for _, logprobs in steps:
         yield logprobs
 
@@ -153,18 +153,13 @@ def _drafts(model: nn.Module, drafter: Any, read: Prefilled, num: int) -> Iterat
     hidden = target.hidden(read.last[None], caches)
     seed = Seed(mx.argmax(target.logits(hidden)[:, -1], axis=-1), hidden)
     mx.eval(seed.token, seed.hidden, [cache.state for cache in caches])
+    live = Live(caches)
     while True:
-        draft = propose(
-            drafter, target, seed, caches, length(caches), num, _most_likely
-        )
-        yield draft.pending()
+        yield propose(drafter, target, seed, live, 0, num, _most_likely).pending()
 
 
 def _most_likely(ids: Optional[mx.array], logits: mx.array) -> Drawn:
-    index = mx.argmax(logits, axis=-1)
-    if ids is None:
-        return Drawn(index)
-    return Drawn(mx.take_along_axis(ids, index[:, None], axis=-1).squeeze(-1))
+    return Drawn(pick(mx.argmax(logits, axis=-1), ids))
 
 
 def _host(model: nn.Module, read: Prefilled) -> float:
@@ -179,23 +174,26 @@ def _host(model: nn.Module, read: Prefilled) -> float:
     return median(times)
 
 
-def expected_tokens(survival: Sequence[float], num: int) -> float:
-    """Mean tokens of a round.
+def shares(stats: MTPStats) -> list[float]:
+    """For each position, the share accepted where the one before was."""
+    before, found = 1.0, []
+    for reached in stats.acceptance:
+        found.append(reached / before if before else 0.0)
+        before = reached
+    return found
+
+
+def predicted(costs: Costs, acceptance: Sequence[float]) -> dict[int, float]:
+    """Tokens per second by number of drafts, as far as the acceptance is known.
 
     Args:
-        survival: Share of rounds that accept at least i + 1 drafts, for each i.
-        num: Drafts per round.
+        costs: Of bare calls.
+        acceptance: As ``shares`` gives it.
     """
-    return 1.0 + sum(survival[:num])
+    numbers = range(min(len(acceptance), max(costs.draft)) + 1)
+    return {n: expected_tokens(acceptance, n) / costs.round(n) for n in numbers}
 
 
-def predicted(costs: Costs, survival: Sequence[float]) -> dict[int, float]:
-    """Tokens per second by number of drafts, as far as the acceptance is known."""
-    numbers = range(min(len(survival), max(costs.draft)) + 1)
-    return {n: expected_tokens(survival, n) / costs.round(n) for n in numbers}
-
-
-def best_depth(costs: Costs, survival: Sequence[float]) -> int:
+def best_depth(speeds: dict[int, float]) -> int:
     """The number of drafts of the highest predicted speed."""
-    speeds = predicted(costs, survival)
     return max(speeds, key=lambda n: speeds[n])

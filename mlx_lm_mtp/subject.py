@@ -49,8 +49,15 @@ class Subject:
         return make_prompt(self.tokenizer, kind, context)
 
 
-def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options that name a pair; without any it is the embedded one."""
+def add_pair_arguments(
+    parser: argparse.ArgumentParser, acceptances: Optional[str] = None
+) -> None:
+    """Options that name a pair; without any it is the embedded one.
+
+    Args:
+        parser: Where to.
+        acceptances: "+" if --acceptance may be given several values.
+    """
     add = parser.add_argument
     add("--model", help="target: a folder or a Hugging Face repository")
     add("--mtp-assistant", metavar="PATH_OR_REPO", help="its drafter")
@@ -67,7 +74,21 @@ def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
         default=16,
         help="of a synthetic drafter",
     )
+    add(
+        "--acceptance",
+        type=_share,
+        nargs=acceptances,
+        metavar="A",
+        help="accept each draft of a synthetic pair with this probability",
+    )
     add("--shrink", type=int, default=1, help=argparse.SUPPRESS)
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a probability")
+    return share
 
 
 def check_pair_arguments(args: argparse.Namespace) -> None:
@@ -81,6 +102,11 @@ def check_pair_arguments(args: argparse.Namespace) -> None:
     if bool(args.model) != bool(args.mtp_assistant):
         given, lacking = ("--model", "--mtp-assistant")[:: 1 if args.model else -1]
         raise MTPError(f"{given} needs {lacking}: a pair is a target and its drafter")
+    if args.acceptance is not None and not args.synthetic:
+        raise MTPError(
+            "--acceptance sets what a synthetic pair accepts; a real pair accepts what "
+            "it does: add --synthetic, or leave it out"
+        )
 
 
 def open_target(args: argparse.Namespace) -> tuple[nn.Module, Any]:
@@ -110,7 +136,9 @@ def open_subject(args: argparse.Namespace) -> Subject:
         return _synthetic(args)
     model, tokenizer = open_target(args)
     assistant = args.mtp_assistant or str(ASSISTANT)
-    return Subject(args.model or EMBEDDED, model, load_assistant(assistant, model), tokenizer)
+    return Subject(
+        args.model or EMBEDDED, model, load_assistant(assistant, model), tokenizer
+    )
 
 
 def _synthetic(args: argparse.Namespace) -> Subject:

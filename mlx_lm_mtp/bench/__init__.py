@@ -16,8 +16,9 @@ from typing import Any, Optional
 
 from mlx_lm import load
 
+from ..depth import MAX_DRAFTS
 from ..machine import about
-from ..measure import MOST_DRAFTS, Costs, measure
+from ..measure import Costs, measure
 from ..rounds import MTPError
 from ..subject import Subject, add_pair_arguments, open_subject
 from .chart import chart
@@ -29,20 +30,14 @@ ADAPTIVE = "adaptive"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    add_pair_arguments(parser)
+    add_pair_arguments(parser, acceptances="+")
     add = parser.add_argument
-    add(
-        "--acceptance",
-        type=_share,
-        nargs="+",
-        help="accept each draft of a synthetic pair with this probability",
-    )
     add("--draft-model", help="also time mlx-lm's own drafting with this model")
     add(
         "--num-draft-tokens",
         type=_number,
         nargs="+",
-        default=[*range(1, MOST_DRAFTS + 1), None],
+        default=[*range(1, MAX_DRAFTS + 1), None],
         metavar="N",
         help="numbers of drafts, or 'adaptive' (1 to 8 and adaptive)",
     )
@@ -74,16 +69,9 @@ def _number(text: str) -> Optional[int]:
     if text == ADAPTIVE:
         return None
     number = int(text)
-    if not 0 <= number <= MOST_DRAFTS:
-        raise argparse.ArgumentTypeError(f"{text} is not 0 to {MOST_DRAFTS}")
+    if not 0 <= number <= MAX_DRAFTS:
+        raise argparse.ArgumentTypeError(f"{text} is not 0 to {MAX_DRAFTS}")
     return number
-
-
-def _share(text: str) -> float:
-    share = float(text)
-    if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a probability")
-    return share
 
 
 def main(args: argparse.Namespace) -> int:
@@ -100,16 +88,13 @@ def main(args: argparse.Namespace) -> int:
     costs = dict(_costs(bench, args.time_limit))
     for found in costs.values():
         show.costs(found)
-    first: dict[Cell, dict[str, float]] = {}
-    for cell, name, seconds in bench.first_tokens():
-        first.setdefault(cell, {})[name] = seconds
     generations = []
     for generation in bench.generations():
         generations.append(generation)
         show.generation(generation, len(cells) * len(bench.methods) * args.runs)
     panels = []
     for cell in cells:
-        rows = summarise(cell, generations, costs[cell.context], first.get(cell, {}))
+        rows = summarise(cell, generations, costs[cell.context], bench.first)
         if rows:
             show.rows(cell, rows)
             panels.append((cell.label, rows))
@@ -128,11 +113,6 @@ def _check(args: argparse.Namespace) -> None:
             raise MTPError(
                 f"{flag} is {getattr(args, name)}, it must be at least {least}"
             )
-    if args.acceptance and not args.synthetic:
-        raise MTPError(
-            "--acceptance sets what a synthetic pair accepts; a real pair accepts what "
-            "it does: add --synthetic, or leave it out"
-        )
 
 
 def _methods(args: argparse.Namespace, subject: Subject) -> list[Method]:
@@ -153,9 +133,8 @@ def _cells(args: argparse.Namespace, subject: Subject) -> list[Cell]:
     kinds = args.kinds if args.kinds and subject.tokenizer else subject.kinds
     for kind in kinds:
         if kind not in subject.kinds:
-            raise MTPError(
-                f"there are no {kind!r} prompts: give some of {', '.join(subject.kinds)}"
-            )
+            known = ", ".join(subject.kinds)
+            raise MTPError(f"there are no {kind!r} prompts: give some of {known}")
     contexts = args.contexts or [0, subject.target.window]
     shares = args.acceptance or [None]
     return [Cell(*key) for key in product(kinds, contexts, args.temps, shares)]

@@ -6,7 +6,7 @@ from html import escape
 from .run import ADAPTIVE
 from .summary import Row
 
-WIDTH, HEIGHT, COLUMNS = 320, 220, 3
+WIDTH, HEIGHT, COLUMNS = 360, 220, 3
 LEFT, RIGHT, TOP, BOTTOM = 36, 12, 34, 30
 MEASURED, PREDICTED, PLAIN_LINE = "#1f5fbf", "#c2571a", "#888888"
 
@@ -68,7 +68,9 @@ def _panel(label: str, rows: Sequence[Row]) -> list[str]:
         out += [_line(x(0), y(ratio), x(deepest), y(ratio), MEASURED, dashes="6 4")]
         out += [_label(x(0) + 4, y(ratio) - 4, f"adaptive {ratio:.2f}", MEASURED)]
     guessed = [(0, 1.0)]
-    guessed += [(n, r.predicted) for n, r in sorted(points.items()) if n and r.predicted]
+    guessed += [
+        (n, r.predicted) for n, r in sorted(points.items()) if n and r.predicted
+    ]
     path = " ".join(f"{x(n):.1f},{y(ratio):.1f}" for n, ratio in guessed)
     out += [f'<polyline points="{path}" fill="none" stroke="{PREDICTED}"/>']
     for num, row in points.items():

@@ -1,20 +1,22 @@
 """Generate with every method in turn, in one process, and time it."""
 
-import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Optional
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step, speculative_generate_step
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
+from ..depth import Adaptive, Pinned
 from ..generate import mtp_generate_step
 from ..measure import Prefilled, prefill
 from ..stats import MTPStats
 from ..subject import Subject
+from .dial import dialled_step
 
 PLAIN, DRAFT_MODEL, ADAPTIVE = "plain", "draft model", "adaptive"
 DRAFT_MODEL_TOKENS = 3  # the default of mlx-lm's commands
@@ -34,7 +36,8 @@ class Cell:
     @property
     def label(self) -> str:
         """For people."""
-        words = [self.kind, f"{self.context} tokens", f"temperature {self.temp:g}"]
+        length = f"{self.context} tokens" if self.context else "short prompt"
+        words = [self.kind, length, f"temperature {self.temp:g}"]
         if self.acceptance is not None:
             words.append(f"acceptance {self.acceptance:g}")
         return ", ".join(words)
@@ -46,7 +49,7 @@ class Method:
 
     name: str
     drafts: Optional[int] = None
-    start: Optional[Callable[..., Iterator[Any]]] = None
+    start: Optional[Callable[..., Generator[Any, None, None]]] = None
     whole: bool = False  # reads the whole prompt itself
 
 
@@ -100,6 +103,10 @@ class Bench:
     runs: int
     max_tokens: int
     deadline: float  # on the clock of time.perf_counter
+    # A dial makes another text of each cell, so what one taught is not the next's.
+    learnt: dict[Cell, Adaptive] = field(default_factory=dict)
+    # Seconds to the first token of a whole prompt, plain and with MTP.
+    first: dict[tuple[Cell, str], float] = field(default_factory=dict)
 
     def generations(self) -> Iterator[Generation]:
         """Every method in every cell, all cells once before any twice.
@@ -111,30 +118,26 @@ class Bench:
                 read = self._prefilled(cell)
                 if run == 0:
                     self._warm(cell, read)
+                    self._first_tokens(cell)
                 turn = run % len(self.methods)
                 for method in self.methods[turn:] + self.methods[:turn]:
                     if time.perf_counter() > self.deadline:
                         return
                     yield self._generate(cell, read, method, run)
 
-    def first_tokens(self) -> Iterator[tuple[Cell, str, float]]:
-        """Seconds until the first token of a whole prompt, plain and with MTP."""
+    def _first_tokens(self, cell: Cell) -> None:
         mine = next((m for m in self.methods if m.start is None), None)
         plain = next((m for m in self.methods if m.name == PLAIN), None)
-        for cell in self.cells:
-            for method in (plain, mine):
-                if method is None or time.perf_counter() > self.deadline:
-                    continue
-                prompt = self.subject.prompt(cell.kind, cell.context)
-                begin = time.perf_counter()
-                steps = self._steps(cell, prompt, None, method, 1, MTPStats())
-                next(steps)
-                yield cell, method.name, time.perf_counter() - begin
+        for method in (plain, mine):
+            if method is None or time.perf_counter() > self.deadline:
+                continue
+            prompt = self.subject.prompt(cell.kind, cell.context)
+            begin = time.perf_counter()
+            next(self._steps(cell, prompt, None, method, 1, MTPStats()))
+            self.first[cell, method.name] = time.perf_counter() - begin
 
     def _prefilled(self, cell: Cell) -> Prefilled:
-        return prefill(
-            self.subject.model, self.subject.prompt(cell.kind, cell.context)
-        )
+        return prefill(self.subject.model, self.subject.prompt(cell.kind, cell.context))
 
     def _warm(self, cell: Cell, read: Prefilled) -> None:
         for method in self.methods:
@@ -165,6 +168,7 @@ class Bench:
             out.seconds, out.host = now - start, time.thread_time() - busy
             if token in self.subject.ends:
                 break
+        steps.close()
         # The prefilled caches lie beside the copies that are written to.
         out.peak = mx.get_peak_memory() - read.nbytes
         return out
@@ -177,9 +181,9 @@ class Bench:
         method: Method,
         max_tokens: int,
         stats: MTPStats,
-    ) -> Iterator[Any]:
+    ) -> Generator[Any, None, None]:
         hot = {"top_p": TOP_P, "top_k": TOP_K} if cell.temp > 0 else {}
-        options = {
+        options: dict[str, Any] = {
             "prompt_cache": caches,
             "max_tokens": max_tokens,
             "sampler": make_sampler(cell.temp, **hot),
@@ -189,11 +193,15 @@ class Bench:
             options["prompt_cache"] = None
         if method.start is not None:
             return method.start(prompt, self.subject.model, **options)
-        return mtp_generate_step(
-            prompt,
-            self.subject.model,
-            self.subject.drafter,
-            num_draft_tokens=method.drafts,
-            stats=stats,
-            **options,
+        options["stats"] = stats
+        pair = self.subject.model, self.subject.drafter
+        if cell.acceptance is None:
+            return mtp_generate_step(
+                prompt, *pair, num_draft_tokens=method.drafts, **options
+            )
+        options["prompt_cache"] = caches or make_prompt_cache(self.subject.model)
+        fixed = None if method.drafts is None else Pinned(method.drafts)
+        depth = fixed or self.learnt.setdefault(cell, Adaptive())
+        return dialled_step(
+            prompt, *pair, acceptance=cell.acceptance, depth=depth, **options
         )

@@ -6,7 +6,7 @@ from itertools import zip_longest
 from statistics import median
 from typing import Optional
 
-from ..measure import Costs, predicted
+from ..measure import Costs, predicted, shares
 from ..stats import MTPStats
 from .run import ADAPTIVE, PLAIN, Cell, Generation, Method
 
@@ -44,11 +44,11 @@ class Row:
     first: Optional[float] = None  # seconds to the first token of a whole prompt
 
 
-def survival(generations: Iterable[Generation]) -> list[float]:
-    """Share of rounds that accept at least i + 1 drafts, from the deepest pinned K."""
+def deepest(generations: Iterable[Generation]) -> MTPStats:
+    """The counts at the largest pinned number of drafts."""
     pinned = [g for g in generations if g.method.drafts]
-    deepest = max((g.method.drafts or 0 for g in pinned), default=0)
-    return merged(g.stats for g in pinned if g.method.drafts == deepest).acceptance
+    most = max((g.method.drafts or 0 for g in pinned), default=0)
+    return merged(g.stats for g in pinned if g.method.drafts == most)
 
 
 def merged(parts: Iterable[MTPStats]) -> MTPStats:
@@ -70,7 +70,7 @@ def summarise(
     cell: Cell,
     generations: Iterable[Generation],
     costs: Costs,
-    first: dict[str, float],
+    first: dict[tuple[Cell, str], float],
 ) -> list[Row]:
     """One row for each method of a cell.
 
@@ -78,16 +78,19 @@ def summarise(
         cell: Which.
         generations: Of any cells.
         costs: Of bare calls at the cell's context.
-        first: Seconds to the first token, by name of the method.
+        first: Seconds to the first token, by cell and name of the method.
     """
     mine = [g for g in generations if g.cell == cell]
-    speeds = predicted(costs, survival(mine))
+    accepted = shares(deepest(mine))
+    if cell.acceptance is not None:
+        accepted = [cell.acceptance] * len(costs.draft)
+    speeds = predicted(costs, accepted)
     plain = {g.run: g.rate for g in mine if g.method.name == PLAIN}
     rows = []
     for method in dict.fromkeys(g.method for g in mine):
         group = [g for g in mine if g.method == method]
         row = _row(method, group, plain)
-        row.first = first.get(method.name)
+        row.first = first.get((cell, method.name))
         expected = max(speeds.values()) if method.name == ADAPTIVE else None
         if method.drafts in speeds:
             expected = speeds[method.drafts]
@@ -161,4 +164,6 @@ def costs_table(costs: Costs, markdown: bool = False) -> str:
         f"1 to {len(costs.draft)} draft steps {draft}",
         f"Python building one forward {1e3 * costs.host:.1f}",
     ]
-    return "\n".join(f"- {line}" if markdown and i else line for i, line in enumerate(lines))
+    return "\n".join(
+        f"- {line}" if markdown and i else line for i, line in enumerate(lines)
+    )

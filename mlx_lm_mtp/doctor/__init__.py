@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..depth import MAX_DRAFTS
 from ..host import status
 from ..machine import about, memory, uses_reference_blas
 from ..measure import measure
@@ -29,9 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--json", action="store_true", help="print one JSON object")
     add("--max-tokens", "-m", type=int, default=64, help="of each text")
-    add(
-        "--positions", type=int, default=36, help="where to compare logits of forwards"
-    )
+    add("--positions", type=int, default=36, help="where to compare logits of forwards")
     add(
         "--time-limit",
         type=float,
@@ -78,8 +77,12 @@ def _measured(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     prompt = subject.prompt(subject.kinds[0], 0)
     costs = measure(subject.model, subject.drafter, prompt, args.time_limit / 10)
     exact = examine.exactness(subject, args.positions)
-    accepted = examine.acceptance(subject, args.max_tokens, deadline)
-    survival = accepted[0]["accepted"]
+    found = examine.acceptance(subject, args.max_tokens, deadline - args.time_limit / 3)
+    accepted = found[0]["shares"]
+    if args.acceptance is not None:
+        accepted = [args.acceptance] * MAX_DRAFTS
+    # Whatever the rest took, a speed is measured.
+    deadline = max(deadline, time.perf_counter() + args.time_limit / 4)
     times = asdict(costs)
     for name in ("verify", "draft"):
         times[name] = {str(number): cost for number, cost in times[name].items()}
@@ -89,7 +92,9 @@ def _measured(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
         "drafter": examine.weights(subject.drafter),
         "times": times,
         "exactness": exact,
-        "acceptance": accepted,
-        "depth": examine.depth(subject, costs, survival, args.max_tokens, deadline),
+        "acceptance": found,
+        "depth": examine.depth(
+            subject, costs, accepted, args.acceptance, args.max_tokens, deadline
+        ),
         "memory": memory(),
     }

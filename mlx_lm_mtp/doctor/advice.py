@@ -40,9 +40,7 @@ def _pair(report: dict[str, Any]) -> Iterator[str]:
             f"one draft step takes {step:.0%} of a plain step: quantise the drafter "
             "(mlx_lm.convert --hf-path ASSISTANT -q)"
         )
-    by_key = {
-        (a["temperature"], a["draft_position"]): a for a in report["acceptance"]
-    }
+    by_key = {(a["temperature"], a["draft_position"]): a for a in report["acceptance"]}
     greedy = by_key[0.0, 0]["accepted"]
     if report["trained"] and greedy and greedy[0] < POOR:
         yield (

@@ -2,7 +2,7 @@
 
 import time
 from itertools import product
-from typing import Any
+from typing import Any, Optional
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,7 +12,7 @@ from mlx_lm.sample_utils import make_sampler
 from ..bench.run import TOP_K, TOP_P, Bench, Cell, plain, with_drafts
 from ..bench.summary import merged
 from ..generate import mtp_generate_step
-from ..measure import Costs, best_depth, predicted, prefill
+from ..measure import Costs, best_depth, predicted, prefill, shares
 from ..stats import MTPStats
 from ..subject import Subject
 
@@ -42,9 +42,7 @@ def weights(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def acceptance(
-    subject: Subject, tokens: int, deadline: float
-) -> list[dict[str, Any]]:
+def acceptance(subject: Subject, tokens: int, deadline: float) -> list[dict[str, Any]]:
     """Share of drafts that stand, at each temperature and for each RoPE position.
 
     Args:
@@ -79,6 +77,7 @@ def acceptance(
             "temperature": temp,
             "draft_position": position,
             "accepted": stats.acceptance,
+            "shares": shares(stats),
             "tokens_per_forward": stats.tokens_per_forward,
         }
         for (temp, position), stats in found.items()
@@ -125,29 +124,35 @@ def _compare(
     return {
         "width": width,
         "positions": len(logits),
-        "equal": int((logits == single).all(axis=-1).sum().item()),
+        "equal": (logits == single).all(axis=-1).sum().item(),
         "largest": mx.abs(logits - single).max().item(),
-        "other_token": int(other.sum().item()),
+        "other_token": other.sum().item(),
         "gap": gaps.max().item(),
     }
 
 
 def depth(
-    subject: Subject, costs: Costs, survival: list[float], tokens: int, deadline: float
+    subject: Subject,
+    costs: Costs,
+    accepted: list[float],
+    dial: Optional[float],
+    tokens: int,
+    deadline: float,
 ) -> dict[str, Any]:
     """The depth that pays most by costs and acceptance, its speed, and what came.
 
     Args:
         subject: The pair.
         costs: Of bare calls.
-        survival: Share of rounds that accept at least i + 1 drafts.
+        accepted: For each position, the share accepted where the one before was.
+        dial: Acceptance to measure with, if it is set by hand.
         tokens: Length of each text to measure with.
         deadline: When to stop.
     """
-    chosen = best_depth(costs, survival)
-    speeds = predicted(costs, survival)
+    speeds = predicted(costs, accepted)
+    chosen = best_depth(speeds)
     methods = [plain(), with_drafts(chosen), with_drafts(None)]
-    cells = [Cell(kind, 0, 0.0) for kind in subject.kinds]
+    cells = [Cell(kind, 0, 0.0, dial) for kind in subject.kinds]
     bench = Bench(subject, methods, cells, 1, tokens, deadline)
     generations = list(bench.generations())
     found = {}
