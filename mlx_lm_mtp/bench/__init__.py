@@ -98,8 +98,6 @@ def main(args: argparse.Namespace) -> int:
         if rows:
             show.rows(cell, rows)
             panels.append((cell.label, rows))
-    if not panels:
-        raise MTPError("--time-limit was over before anything was measured: raise it")
     if args.svg:
         args.svg.write_text(chart(subject.name, panels))
     return 0
