@@ -52,10 +52,16 @@ class Prefilled:
 
     caches: list[Any]
     last: mx.array  # [1]
+    prompt: mx.array  # [n]
 
     def copies(self) -> list[Any]:
         """Caches to write to; nothing is copied before it is written."""
         return copy.deepcopy(self.caches)
+
+    def text(self, size: int) -> mx.array:
+        """So many tokens as they follow each other in the context, [1, size]."""
+        times = -(-size // len(self.prompt))
+        return mx.concatenate([self.prompt] * times)[None, -size:]
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +78,7 @@ def prefill(model: nn.Module, prompt: mx.array) -> Prefilled:
             Target(model).hidden(prompt[None, start:end], caches)
             mx.eval([cache.state for cache in caches])
             mx.clear_cache()
-    return Prefilled(caches, prompt[-1:])
+    return Prefilled(caches, prompt[-1:], prompt)
 
 
 def measure(
@@ -143,7 +149,8 @@ def _plain(model: nn.Module, read: Prefilled) -> Iterator[Any]:
 
 def _verifies(model: nn.Module, read: Prefilled, width: int) -> Iterator[Any]:
     caches = read.copies()
-    tokens = mx.broadcast_to(read.last, (1, width))
+    # Tokens that are alike would use the same experts.
+    tokens = read.text(width)
     while True:
         yield mx.argmax(model(tokens, cache=caches), axis=-1)
 
@@ -164,7 +171,7 @@ def _most_likely(ids: Optional[mx.array], logits: mx.array) -> Drawn:
 
 def _host(model: nn.Module, read: Prefilled) -> float:
     """Python's time for one forward over a few tokens, with nothing computed."""
-    tokens = mx.broadcast_to(read.last, (1, 4))
+    tokens = read.text(4)
     times = []
     for _ in range(LEAST + WARM):
         caches = read.copies()

@@ -14,6 +14,8 @@ weights cannot show: acceptance (there is a dial), and routing that prefers some
 experts.
 """
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -25,6 +27,7 @@ from .rounds import MTPError
 
 GROUP = 64
 BITS = (4, 8, 16)
+PART = 1 << 28  # entries drawn at a time
 
 _E = {"num_attention_heads": 8, "hidden_size_per_layer_input": 256}
 _LARGE = {
@@ -223,8 +226,11 @@ def _drawn(module: nn.Module, key: mx.array) -> dict[str, mx.array]:
         return _words(module, key)
     if weight is not None and weight.ndim > 1:
         bound = (3 / weight.shape[-1]) ** 0.5
-        drawn = mx.random.uniform(-bound, bound, weight.shape, weight.dtype, key)
-        return {"weight": drawn}
+
+        def uniform(shape: tuple[int, ...], key: mx.array) -> mx.array:
+            return mx.random.uniform(-bound, bound, shape, weight.dtype, key)
+
+        return {"weight": _by_parts(uniform, weight.shape, key)}
     if "token_ordering" in module:
         size = module["token_ordering"].size
         return {"token_ordering": mx.random.permutation(size, key=key)}
@@ -235,12 +241,32 @@ def _words(module: Any, key: mx.array) -> dict[str, mx.array]:
     words, scales = module["weight"], module["scales"]
     levels = 2**module.bits
     step = (12 / (scales.shape[-1] * module.group_size)) ** 0.5 / levels
-    # The bits of new keys are random words; randint goes through float32.
-    drawn = mx.random.split(key, words.size // 2 + 1).flatten()[: words.size]
     spread = mx.random.uniform(0.5 * step, 1.5 * step, scales.shape, key=key)
     spread = spread.astype(scales.dtype)
     return {
-        "weight": drawn.reshape(words.shape),
+        "weight": _by_parts(_random_words, words.shape, key),
         "scales": spread,
         "biases": spread * (-(levels - 1) / 2),
     }
+
+
+def _random_words(shape: tuple[int, ...], key: mx.array) -> mx.array:
+    # The bits of new keys; randint goes through float32 and leaves the lowest zero.
+    size = math.prod(shape)
+    return mx.random.split(key, -(-size // 2)).flatten()[:size].reshape(shape)
+
+
+def _by_parts(
+    draw: Callable[[tuple[int, ...], mx.array], mx.array],
+    shape: tuple[int, ...],
+    key: mx.array,
+) -> mx.array:
+    """Draw a few rows at a time: a table may have more entries than 32 bits count."""
+    rows = max(PART // math.prod(shape[1:]), 1)
+    starts = range(0, shape[0], rows)
+    keys = mx.random.split(key, len(starts))
+    parts = [
+        draw((min(rows, shape[0] - start), *shape[1:]), own)
+        for start, own in zip(starts, keys, strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)

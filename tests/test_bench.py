@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models import gemma4
 
-from mlx_lm_mtp import MTPError, MTPStats, bench, mtp_generate_step
+from mlx_lm_mtp import MTPError, MTPStats, bench, mtp_generate_step, synthetic
 from mlx_lm_mtp.__main__ import main
 from mlx_lm_mtp.bench.dial import dialled_step
 from mlx_lm_mtp.bench.run import Cell, Generation, plain, with_drafts
@@ -78,6 +78,14 @@ def test_building_holds_no_weight_twice():
     built = mx.get_active_memory() - before
     largest = max(v.nbytes for m in pair for _, v in tree_flatten(m.parameters()))
     assert mx.get_peak_memory() - before < built + 4 * largest
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_large_tables_are_drawn_by_parts(bits, monkeypatch):
+    monkeypatch.setattr(synthetic, "PART", 1000)
+    target, _ = make_pair("e2b", bits, shrink=64)
+    table = target.language_model.model.embed_tokens.weight.astype(mx.float32)
+    assert len({tuple(row) for row in table[:, :6].tolist()}) > 0.99 * len(table)
 
 
 def test_no_such_size_or_bits():

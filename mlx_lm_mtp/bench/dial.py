@@ -1,5 +1,6 @@
 """MTP whose acceptance is set by hand, for pairs with random weights."""
 
+import random
 from collections.abc import Generator
 from dataclasses import replace
 from typing import Any, Optional, cast
@@ -11,6 +12,7 @@ from mlx_lm.generate import generation_stream
 from ..depth import Adaptive, Pinned
 from ..law import Sampler
 from ..loop import Emission, Run
+from ..propose import Drawn
 from ..residual import make_rule
 from ..rounds import Draft, Verdict
 from ..rule import Rule, Trial
@@ -23,8 +25,9 @@ PREFILL = 2048
 class Dial:
     """A rule whose drafts stand by the fall of coins, for as long as none fails.
 
-    All of the rule's work is still done, on the device and on the host. The token that
-    follows is the one the rule found: for random weights it is as good as any.
+    All of the work is still done, on the device and on the host. Random weights repeat
+    themselves, and a mixture of experts reads less for tokens that are alike: drafts
+    are moved to other tokens. The token that follows is the one the rule found.
     """
 
     def __init__(self, rule: Rule, acceptance: float) -> None:
@@ -33,6 +36,13 @@ class Dial:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._rule, name)
+
+    def draw(self, ids: Optional[mx.array], logits: mx.array) -> Drawn:
+        """As the rule does, but another token."""
+        drawn = self._rule.draw(ids, logits)
+        vocab_size = self._rule.vocab_size
+        moved = (drawn.token + random.randrange(vocab_size)) % vocab_size
+        return drawn._replace(token=moved)
 
     def judge(self, draft: Draft, logits: mx.array) -> Trial:
         """As the rule does, but for how many drafts stand."""
