@@ -21,6 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from .cache import Live
 from .depth import MAX_DRAFTS, expected_tokens
+from .forward import draft_step
 from .propose import Drawn, propose
 from .rounds import Seed
 from .rule import pick
@@ -162,7 +163,8 @@ def _drafts(model: nn.Module, drafter: Any, read: Prefilled, num: int) -> Iterat
     mx.eval(seed.token, seed.hidden, [cache.state for cache in caches])
     live = Live(caches)
     while True:
-        yield propose(drafter, target, seed, live, 0, num, _most_likely).pending()
+        step = draft_step(target, drafter, live, 0)
+        yield propose(step, seed, num, _most_likely).pending()
 
 
 def _most_likely(ids: Optional[mx.array], logits: mx.array) -> Drawn:

@@ -12,7 +12,7 @@ from .demo import ASSISTANT, TARGET
 from .pair import load_assistant
 from .prompts import KINDS, RANDOM_KIND, make_prompt, random_prompt
 from .rounds import MTPError
-from .synthetic import BITS, SIZES, make_pair
+from .synthetic import BITS, SIZES, TARGETS, make_pair
 from .target import Target
 
 EMBEDDED = "the pair in the box"
@@ -142,6 +142,11 @@ def open_subject(args: argparse.Namespace) -> Subject:
 
 
 def _synthetic(args: argparse.Namespace) -> Subject:
+    experts = TARGETS[args.synthetic].get("enable_moe_block")
+    if experts and args.bits == 16 and mx.default_device().type == mx.DeviceType.cpu:
+        raise MTPError(
+            "MLX cannot compute bfloat16 experts on a CPU: give --bits 4 or 8"
+        )
     pair = make_pair(args.synthetic, args.bits, args.drafter_bits, args.shrink)
     kind = {16: "bfloat16"}.get(args.bits, f"{args.bits}-bit")
     name = f"synthetic {args.synthetic.upper()}, {kind}"

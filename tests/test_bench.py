@@ -300,6 +300,10 @@ BAD = {
     "no runs": (["--runs", "0"], "--runs is 0"),
     "one token": (["--max-tokens", "1"], "--max-tokens is 1"),
     "no time": (["--time-limit", "0"], "--time-limit is 0"),
+    "experts on a CPU": (
+        ["--synthetic", "26b-a4b", "--bits", "16", "--shrink", "64"],
+        "--bits 4 or 8",
+    ),
     "no such kind": (["--kinds", "poem"], "'poem'"),
     "no such target": (["--model", "/no/x", "--mtp-assistant", "/no/y"], "/no/x"),
 }

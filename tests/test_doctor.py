@@ -172,6 +172,7 @@ def changed(report, **changes):
 
 WARNINGS = {
     "do not know MTP here: broken": {"plugin__reason": "broken"},
+    "hook is switched off": {"plugin__enabled": False},
     "was tested with": {"plugin__tested": False},
     "reference BLAS": {"reference_blas": True},
     "quantise the drafter": {
@@ -193,6 +194,7 @@ WARNINGS = {
 SOUND = {
     "plugin__reason": None,
     "plugin__tested": True,
+    "plugin__enabled": True,
     "reference_blas": False,
     "acceptance__0__accepted": [0.9],
     "acceptance__1__tokens_per_forward": 1.0,

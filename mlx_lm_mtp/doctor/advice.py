@@ -19,6 +19,11 @@ def _installation(report: dict[str, Any]) -> Iterator[str]:
     host = report["plugin"]
     if host["reason"]:
         yield f"mlx-lm's commands do not know MTP here: {host['reason']}"
+    elif not host["enabled"]:
+        yield (
+            "mlx-lm's commands do not know MTP here: the start-up hook is switched off "
+            "(MLX_LM_MTP_DISABLE) or missing; unset it, or install mlx-lm-mtp again"
+        )
     elif not host["tested"]:
         yield (
             f"mlx-lm {host['mlx_lm']} is newer than what mlx-lm-mtp was tested with: "
