@@ -7,7 +7,9 @@ import sys
 # Each module has add_arguments(parser) and main(args) -> exit status; the first line
 # of help is here, because importing MLX for it would take a second.
 COMMANDS = {
+    "bench": (".bench", "how much faster MTP is here, at every number of drafts"),
     "demo": (".demo", "plain decoding and MTP side by side, on the pair in the box"),
+    "doctor": (".doctor", "does a pair work here, how fast, and if not, why"),
     "train": (".train", "distil a drafter onto a target"),
 }
 

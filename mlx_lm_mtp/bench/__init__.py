@@ -1,0 +1,196 @@
+"""``python -m mlx_lm_mtp bench``: plain decoding, MTP at every depth, in one process.
+
+Methods take turns, so that a machine that slows down slows all of them; ratios are
+taken within a turn. Speeds are of decoding alone, from the first token to the last.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import Any, Optional
+
+from mlx_lm import load
+
+from ..depth import MAX_DRAFTS
+from ..machine import about
+from ..measure import Costs, measure
+from ..rounds import MTPError
+from ..subject import Subject, add_pair_arguments, open_subject
+from .chart import chart
+from .run import Bench, Cell, Generation, Method, plain, with_draft_model, with_drafts
+from .summary import Row, cells_of, costs_table, summarise, table
+
+ADAPTIVE = "adaptive"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add_pair_arguments(parser, acceptances="+")
+    add = parser.add_argument
+    add("--draft-model", help="also time mlx-lm's own drafting with this model")
+    add(
+        "--num-draft-tokens",
+        type=_number,
+        nargs="+",
+        default=[*range(1, MAX_DRAFTS + 1), None],
+        metavar="N",
+        help="numbers of drafts, or 'adaptive' (1 to 8 and adaptive)",
+    )
+    add("--kinds", nargs="+", metavar="KIND", help="code, chat, copy, prose (all)")
+    add(
+        "--contexts",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="tokens of the prompt, 0 for the request alone (0 and the window)",
+    )
+    add("--temps", type=float, nargs="+", default=[0.0, 1.0], metavar="T")
+    add("--runs", type=int, default=3, help="turns of every method")
+    add("--max-tokens", "-m", type=int, default=128, help="of each text")
+    add(
+        "--time-limit",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="start nothing after this, repetitions go first (600)",
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON lines")
+    form.add_argument("--markdown", action="store_true", help="print Markdown")
+    add("--svg", type=Path, metavar="FILE", help="draw speed against depth")
+
+
+def _number(text: str) -> Optional[int]:
+    if text == ADAPTIVE:
+        return None
+    number = int(text)
+    if not 0 <= number <= MAX_DRAFTS:
+        raise argparse.ArgumentTypeError(f"{text} is not 0 to {MAX_DRAFTS}")
+    return number
+
+
+def main(args: argparse.Namespace) -> int:
+    """The command: its exit status."""
+    deadline = time.perf_counter() + args.time_limit
+    _check(args)
+    subject = open_subject(args)
+    cells = _cells(args, subject)
+    bench = Bench(
+        subject, _methods(args, subject), cells, args.runs, args.max_tokens, deadline
+    )
+    show = _Show(args, subject)
+    show.about()
+    costs = dict(_costs(bench, args.time_limit))
+    for found in costs.values():
+        show.costs(found)
+    generations = []
+    for generation in bench.generations():
+        generations.append(generation)
+        show.generation(generation, len(cells) * len(bench.methods) * args.runs)
+    panels = []
+    for cell in cells:
+        rows = summarise(cell, generations, costs[cell.context], bench.first)
+        if rows:
+            show.rows(cell, rows)
+            panels.append((cell.label, rows))
+    if args.svg:
+        args.svg.write_text(chart(subject.name, panels))
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in ("runs", "max_tokens", "time_limit"):
+        least = 2 if name == "max_tokens" else 1
+        if getattr(args, name) < least:
+            flag = "--" + name.replace("_", "-")
+            raise MTPError(
+                f"{flag} is {getattr(args, name)}, it must be at least {least}"
+            )
+
+
+def _methods(args: argparse.Namespace, subject: Subject) -> list[Method]:
+    methods = [plain()]
+    if args.draft_model:
+        model, tokenizer = load(args.draft_model)[:2]
+        ours = subject.tokenizer
+        if ours is None or tokenizer.vocab_size != ours.vocab_size:
+            raise MTPError(
+                f"--draft-model {args.draft_model} has another vocabulary than "
+                f"{subject.name}"
+            )
+        methods.append(with_draft_model(model))
+    return methods + [with_drafts(num) for num in dict.fromkeys(args.num_draft_tokens)]
+
+
+def _cells(args: argparse.Namespace, subject: Subject) -> list[Cell]:
+    kinds = args.kinds if args.kinds and subject.tokenizer else subject.kinds
+    for kind in kinds:
+        if kind not in subject.kinds:
+            known = ", ".join(subject.kinds)
+            raise MTPError(f"there are no {kind!r} prompts: give some of {known}")
+    contexts = args.contexts or [0, subject.target.window]
+    shares = args.acceptance or [None]
+    return [Cell(*key) for key in product(kinds, contexts, args.temps, shares)]
+
+
+def _costs(bench: Bench, limit: float) -> Iterator[tuple[int, Costs]]:
+    contexts = dict.fromkeys(cell.context for cell in bench.cells)
+    subject = bench.subject
+    for context in contexts:
+        prompt = subject.prompt(subject.kinds[0], context)
+        seconds = min(8.0, limit / 10 / len(contexts))
+        yield context, measure(subject.model, subject.drafter, prompt, seconds)
+
+
+class _Show:
+    """Prints what was found, in the form that was asked for."""
+
+    def __init__(self, args: argparse.Namespace, subject: Subject) -> None:
+        self.args, self.subject = args, subject
+        self.done = 0
+
+    def about(self) -> None:
+        found = {"pair": self.subject.name} | about()
+        if self.args.json:
+            _line("about", found)
+            return
+        mark = "- " if self.args.markdown else ""
+        print("\n".join(f"{mark}{name}: {value}" for name, value in found.items()))
+
+    def costs(self, costs: Costs) -> None:
+        if self.args.json:
+            _line("costs", asdict(costs))
+        else:
+            print("\n" + costs_table(costs, self.args.markdown))
+
+    def generation(self, generation: Generation, total: int) -> None:
+        self.done += 1
+        if self.args.json:
+            method = generation.method.name
+            numbers = {k: v for k, v in vars(generation).items() if k != "method"}
+            numbers |= {"cell": asdict(generation.cell), "rate": generation.rate}
+            numbers["stats"] = asdict(generation.stats)
+            _line("generation", {"method": method} | numbers)
+        elif sys.stderr.isatty():
+            end = "\r" if self.done < total else "\n"
+            print(f"{self.done} of {total} texts", end=end, file=sys.stderr)
+
+    def rows(self, cell: Cell, rows: list[Row]) -> None:
+        if self.args.json:
+            for row in rows:
+                numbers = {k: v for k, v in vars(row).items() if k != "method"}
+                numbers["stats"] = asdict(row.stats)
+                names = {"cell": asdict(cell), "method": row.method.name}
+                _line("summary", names | numbers)
+            return
+        title = f"### {cell.label}\n" if self.args.markdown else f"{cell.label}:"
+        print(f"\n{title}\n{table(list(map(cells_of, rows)), self.args.markdown)}")
+
+
+def _line(event: str, content: dict[str, Any]) -> None:
+    print(json.dumps({"event": event} | content), flush=True)

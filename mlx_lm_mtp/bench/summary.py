@@ -1,0 +1,169 @@
+"""From generations to rows of a table."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import zip_longest
+from statistics import median
+from typing import Optional
+
+from ..measure import Costs, predicted, shares
+from ..stats import MTPStats
+from .run import ADAPTIVE, PLAIN, Cell, Generation, Method
+
+HEAD = (
+    "",
+    "tok/s",
+    "x plain",
+    "spread",
+    "predicted",
+    "tok/forward",
+    "accepted by position",
+    "round ms",
+    "x bare",
+    "host ms",
+    "first ms",
+    "peak GB",
+)
+
+
+@dataclass
+class Row:
+    """One method in one cell. Ratios are taken within a run; these are their median."""
+
+    method: Method
+    stats: MTPStats
+    peak: int  # bytes
+    rate: Optional[float] = None  # tokens per second
+    ratio: Optional[float] = None  # to plain
+    low: Optional[float] = None  # of the ratios
+    high: Optional[float] = None
+    predicted: Optional[float] = None  # the ratio by bare calls and acceptance
+    round: Optional[float] = None  # seconds
+    bare: Optional[float] = None  # the round over its bare calls
+    host: Optional[float] = None  # seconds of a round in which this thread computes
+    first: Optional[float] = None  # seconds to the first token of a whole prompt
+
+
+def deepest(generations: Iterable[Generation]) -> MTPStats:
+    """The counts at the largest pinned number of drafts."""
+    pinned = [g for g in generations if g.method.drafts]
+    most = max((g.method.drafts or 0 for g in pinned), default=0)
+    return merged(g.stats for g in pinned if g.method.drafts == most)
+
+
+def merged(parts: Iterable[MTPStats]) -> MTPStats:
+    """The counts of several generations."""
+    total = MTPStats()
+    for part in parts:
+        total.rounds += part.rounds
+        total.tokens += part.tokens
+        total.drafted = _added(total.drafted, part.drafted)
+        total.accepted = _added(total.accepted, part.accepted)
+    return total
+
+
+def _added(one: list[int], other: list[int]) -> list[int]:
+    return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
+
+
+def summarise(
+    cell: Cell,
+    generations: Iterable[Generation],
+    costs: Costs,
+    first: dict[tuple[Cell, str], float],
+) -> list[Row]:
+    """One row for each method of a cell.
+
+    Args:
+        cell: Which.
+        generations: Of any cells.
+        costs: Of bare calls at the cell's context.
+        first: Seconds to the first token, by cell and name of the method.
+    """
+    mine = [g for g in generations if g.cell == cell]
+    accepted = shares(deepest(mine))
+    if cell.acceptance is not None:
+        accepted = [cell.acceptance] * len(costs.draft)
+    speeds = predicted(costs, accepted)
+    plain = {g.run: g.rate for g in mine if g.method.name == PLAIN}
+    rows = []
+    for method in dict.fromkeys(g.method for g in mine):
+        group = [g for g in mine if g.method == method]
+        row = _row(method, group, plain)
+        row.first = first.get((cell, method.name))
+        expected = max(speeds.values()) if method.name == ADAPTIVE else None
+        if method.drafts in speeds:
+            expected = speeds[method.drafts]
+            row.bare = row.round and row.round / costs.round(method.drafts)
+        row.predicted = expected and expected * costs.plain
+        rows.append(row)
+    return rows
+
+
+def _row(
+    method: Method, group: list[Generation], plain: dict[int, Optional[float]]
+) -> Row:
+    rates = [g.rate for g in group if g.rate]
+    ratios = [g.rate / base for g in group if g.rate and (base := plain.get(g.run))]
+    stats = merged(g.stats for g in group)
+    row = Row(method, stats, peak=max(g.peak for g in group))
+    if rates:
+        row.rate = median(rates)
+    if ratios:
+        row.ratio, row.low, row.high = median(ratios), min(ratios), max(ratios)
+    if stats.rounds:
+        row.round = sum(g.seconds for g in group) / stats.rounds
+        row.host = sum(g.host for g in group) / stats.rounds
+    return row
+
+
+def cells_of(row: Row) -> list[str]:
+    """The texts of a row, in the order of ``HEAD``."""
+    shares = " ".join(f"{share:.0%}" for share in row.stats.acceptance)
+    spread = f"{row.low:.2f}-{row.high:.2f}" if row.low and row.high else ""
+    return [
+        row.method.name,
+        _text(row.rate, ".1f"),
+        _text(row.ratio, ".2f"),
+        spread,
+        _text(row.predicted, ".2f"),
+        _text(row.stats.tokens_per_forward or None, ".2f"),
+        shares,
+        _text(row.round, ".2f", 1e3),
+        _text(row.bare, ".2f"),
+        _text(row.host, ".2f", 1e3),
+        _text(row.first, ".0f", 1e3),
+        _text(row.peak, ".2f", 1e-9),
+    ]
+
+
+def _text(number: Optional[float], form: str, unit: float = 1.0) -> str:
+    return "" if number is None else format(number * unit, form)
+
+
+def table(rows: list[list[str]], markdown: bool = False) -> str:
+    """Columns of text under ``HEAD``, for a terminal or for a page."""
+    if markdown:
+        lines = [list(HEAD), ["---"] * len(HEAD), *rows]
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    widths = [max(map(len, column)) for column in zip(HEAD, *rows, strict=True)]
+    return "\n".join(
+        "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
+        for line in [list(HEAD), *rows]
+    )
+
+
+def costs_table(costs: Costs, markdown: bool = False) -> str:
+    """What bare calls cost after a context."""
+    verify = " ".join(f"{1e3 * t:.1f}" for t in costs.verify.values())
+    draft = " ".join(f"{1e3 * t:.1f}" for t in costs.draft.values())
+    lines = [
+        f"Bare calls after {costs.context} tokens, ms:",
+        f"plain step {1e3 * costs.plain:.1f}",
+        f"verify of 1 to {len(costs.verify)} tokens {verify}",
+        f"1 to {len(costs.draft)} draft steps {draft}",
+        f"Python building one forward {1e3 * costs.host:.1f}",
+    ]
+    return "\n".join(
+        f"- {line}" if markdown and i else line for i, line in enumerate(lines)
+    )

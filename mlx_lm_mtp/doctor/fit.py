@@ -1,0 +1,111 @@
+"""Does the pair fit, and why not."""
+
+import argparse
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from ..demo import ASSISTANT
+from ..pair import (
+    find_assistant,
+    load_assistant,
+    misfits,
+    model_classes,
+    read_config,
+)
+from ..rounds import MTPError
+from ..subject import (
+    EMBEDDED,
+    Subject,
+    check_pair_arguments,
+    open_subject,
+    open_target,
+)
+from ..synthetic import TARGETS
+from ..target import Target
+
+# The official assistants, by the hidden size of their targets.
+ASSISTANTS = {
+    config["hidden_size"]: f"mlx-community/gemma-4-{name}-it-assistant-bf16"
+    for name, config in zip(
+        ("E2B", "E4B", "12B", "26B-A4B", "31B"), TARGETS.values(), strict=True
+    )
+}
+
+
+@dataclass
+class Fit:
+    """A pair that fits, or the reasons why it does not."""
+
+    subject: Optional[Subject] = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+
+
+def find_fit(args: argparse.Namespace) -> Fit:
+    """Load the pair, or collect everything that is wrong with it.
+
+    Raises:
+        MTPError: If the options contradict each other.
+    """
+    check_pair_arguments(args)
+    fit = Fit()
+    try:
+        if args.synthetic:
+            fit.subject = open_subject(args)
+        else:
+            _try(args, fit)
+    except MTPError as e:
+        fit.reasons = [str(e)]
+    if fit.subject is not None:
+        fit.facts = _facts(fit.subject)
+    return fit
+
+
+def _try(args: argparse.Namespace, fit: Fit) -> None:
+    """What the configurations tell first; only the weights tell the rest."""
+    assistant = args.mtp_assistant or str(ASSISTANT)
+    config = read_config(find_assistant(assistant))
+    model, tokenizer = open_target(args)
+    target = Target(model)
+    try:
+        found = model_classes(config)[1].from_dict(config)
+    except (TypeError, ValueError, KeyError) as e:
+        raise MTPError(f"the assistant's config.json is not usable: {e}") from e
+    fit.reasons = [f"the assistant: {reason}" for reason in misfits(found, target)]
+    if fit.reasons:
+        fit.reasons += _belongs(found.backbone_hidden_size, target.hidden_size)
+        return
+    drafter = load_assistant(assistant, model)
+    fit.subject = Subject(args.model or EMBEDDED, model, drafter, tokenizer)
+
+
+def _belongs(assistant: int, target: int) -> list[str]:
+    """Which official assistants these hidden sizes of targets belong to."""
+    ours, theirs = ASSISTANTS.get(target), ASSISTANTS.get(assistant)
+    if ours == theirs or ours is None:
+        return []
+    found = f"this looks like {theirs}" if theirs else "this is for another target"
+    return [f"{found}; the target's own is {ours}"]
+
+
+def _facts(subject: Subject) -> dict[str, Any]:
+    """What had to agree, and does."""
+    target, args = subject.target, subject.drafter.args
+    shared = {
+        kind: f"{heads} K/V heads of size {size}"
+        for kind, (heads, size) in target.kv_shapes().items()
+    }
+    head = "dense over the vocabulary"
+    if args.use_ordered_embeddings:
+        head = (
+            f"centroids, {args.centroid_intermediate_top_k} of {args.num_centroids} "
+            "clusters"
+        )
+    return {
+        "hidden size": target.hidden_size,
+        "vocabulary": target.vocab_size,
+        "window": target.window,
+        **shared,
+        "drafter's hidden size": args.text.hidden_size,
+        "drafter's head": head,
+    }

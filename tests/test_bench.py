@@ -1,0 +1,338 @@
+"""Synthetic pairs have the true shapes; bench runs every method and adds up."""
+
+import argparse
+import json
+import xml.etree.ElementTree as ET
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+from mlx_lm.models import gemma4
+
+from mlx_lm_mtp import MTPError, MTPStats, bench, mtp_generate_step, synthetic
+from mlx_lm_mtp.__main__ import main
+from mlx_lm_mtp.bench.dial import dialled_step
+from mlx_lm_mtp.bench.run import Cell, Generation, plain, with_drafts
+from mlx_lm_mtp.bench.summary import HEAD, cells_of, merged, summarise, table
+from mlx_lm_mtp.depth import Pinned
+from mlx_lm_mtp.measure import Costs, best_depth, measure, predicted, prefill, shares
+from mlx_lm_mtp.pair import check_pair, model_file
+from mlx_lm_mtp.prompts import KINDS, make_prompt, random_prompt
+from mlx_lm_mtp.synthetic import SIZES, configs, make_pair
+from mlx_lm_mtp.target import Target
+
+# Billions of parameters that Google states; without per-layer embeddings for E2B, E4B.
+BILLIONS = {"e2b": 2.3, "e4b": 4.5, "12b": 12, "26b-a4b": 25.2, "31b": 30.7}
+MILLIONS = {"e2b": 78, "e4b": 78.5, "12b": 423, "26b-a4b": 420, "31b": 470}
+SMALL = ("--synthetic", "e2b", "--bits", "16", "--shrink", "64", "--max-tokens", "6")
+
+
+def size_of(model):
+    parameters = tree_flatten(model.parameters())
+    left_out = ("embed_tokens_per_layer", "token_ordering")
+    return sum(v.size for k, v in parameters if not any(n in k for n in left_out))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_are_those_that_are_published(size):
+    text, config = configs(size)
+    args = {"text_config": text, "vocab_size": text["vocab_size"]}
+    target = gemma4.Model(gemma4.ModelArgs.from_dict(args))
+    ours = model_file()
+    drafter = ours.Model(ours.ModelArgs.from_dict(config))
+    assert size_of(target) / 1e9 == pytest.approx(BILLIONS[size], rel=0.04)
+    assert size_of(drafter) / 1e6 == pytest.approx(MILLIONS[size], rel=0.01)
+    check_pair(drafter, Target(target))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_quantised_pair_generates(size):
+    target, drafter = make_pair(size, bits=4, shrink=64)
+    types = {value.dtype for _, value in tree_flatten(target.parameters())}
+    assert types == {mx.uint32, mx.bfloat16}
+    logits = target(mx.arange(9)[None])
+    assert logits.dtype == mx.bfloat16 and mx.isfinite(logits).all()
+    assert 0.3 < logits.std().item() < 3
+    steps = mtp_generate_step(mx.arange(9), target, drafter, max_tokens=5)
+    assert len(list(steps)) == 5
+
+
+def test_weights_are_reproducible_and_spread():
+    one, two, other = (make_pair("e4b", 8, shrink=64, seed=s)[0] for s in (1, 1, 2))
+    ids = mx.arange(9)[None]
+    assert mx.array_equal(one(ids), two(ids))
+    assert not mx.array_equal(one(ids), other(ids))
+    words = one.language_model.model.embed_tokens.weight
+    ones = sum(((words >> bit) & 1).astype(mx.float32).mean() for bit in range(32))
+    assert ones.item() == pytest.approx(16, abs=0.1)
+
+
+def test_building_holds_no_weight_twice():
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    pair = make_pair("26b-a4b", bits=4, drafter_bits=4, shrink=8)
+    built = mx.get_active_memory() - before
+    largest = max(v.nbytes for m in pair for _, v in tree_flatten(m.parameters()))
+    assert mx.get_peak_memory() - before < built + 4 * largest
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_large_tables_are_drawn_by_parts(bits, monkeypatch):
+    monkeypatch.setattr(synthetic, "PART", 1000)
+    target, _ = make_pair("e2b", bits, shrink=64)
+    table = target.language_model.model.embed_tokens.weight.astype(mx.float32)
+    assert len({tuple(row) for row in table[:, :6].tolist()}) > 0.99 * len(table)
+
+
+def test_no_such_size_or_bits():
+    with pytest.raises(MTPError, match="'7b'"):
+        make_pair("7b")
+    with pytest.raises(MTPError, match="--bits is 5"):
+        make_pair("e2b", bits=5)
+
+
+def dial(pair, acceptance, drafts, tokens=400):
+    stats = MTPStats()
+    read = prefill(pair[0], mx.arange(8))
+    mx.random.seed(0)
+    steps = dialled_step(
+        read.last,
+        *pair,
+        acceptance=acceptance,
+        depth=Pinned(drafts),
+        max_tokens=tokens,
+        sampler=None,
+        prompt_cache=read.copies(),
+        stats=stats,
+    )
+    assert len(list(steps)) == tokens
+    return stats
+
+
+@pytest.fixture(scope="module")
+def small():
+    return make_pair("e2b", 16, shrink=64)
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 1.0])
+def test_the_dial_at_its_ends(small, acceptance):
+    stats = dial(small, acceptance, 3, tokens=41)
+    assert stats.tokens_per_forward == (4 if acceptance else 1)
+    assert set(stats.acceptance) == {acceptance}
+
+
+def test_the_dial_is_a_coin_for_each_draft(small):
+    stats = dial(small, 0.7, 4)
+    for share, seen in zip(
+        shares(stats), [stats.rounds, *stats.accepted], strict=False
+    ):
+        assert abs(share - 0.7) < 5 * (0.21 / seen) ** 0.5
+
+
+def test_a_copy_of_prefilled_caches_decodes_as_the_whole_prompt(small):
+    prompt = random_prompt(4096, 50)
+    read = prefill(small[0], prompt)
+    whole = [token for token, _ in generate_step(prompt, small[0], max_tokens=8)]
+    for _ in range(2):
+        steps = generate_step(
+            read.last, small[0], max_tokens=8, prompt_cache=read.copies()
+        )
+        assert [token for token, _ in steps] == whole
+
+
+def test_every_call_is_timed(small):
+    costs = measure(*small, mx.arange(40), seconds=0.1)
+    assert list(costs.verify) == list(range(1, 10))
+    assert list(costs.draft) == list(range(1, 9))
+    times = [costs.plain, costs.host, *costs.verify.values(), *costs.draft.values()]
+    assert min(times) > 0 and costs.context == 40
+    assert costs.round(0) == costs.plain
+    assert costs.round(3) == costs.verify[4] + costs.draft[3]
+
+
+times = st.floats(1e-4, 10)
+some_costs = st.builds(
+    Costs,
+    context=st.integers(1, 99),
+    plain=times,
+    verify=st.fixed_dictionaries(dict.fromkeys(range(1, 10), times)),
+    draft=st.fixed_dictionaries(dict.fromkeys(range(1, 9), times)),
+    host=times,
+)
+
+
+@given(some_costs, st.lists(st.floats(0, 1), max_size=8))
+def test_the_predicted_best_depth_is_the_best(costs, accepted):
+    speeds = predicted(costs, accepted)
+    assert list(speeds) == list(range(len(accepted) + 1))
+    assert speeds[0] == pytest.approx(1 / costs.plain)
+    for num, speed in speeds.items():
+        tokens = 1 + sum(
+            mx.prod(mx.array(accepted[:i])).item() for i in range(1, num + 1)
+        )
+        assert speed == pytest.approx(tokens / costs.round(num), rel=1e-5)
+    assert speeds[best_depth(speeds)] == max(speeds.values())
+
+
+rounds = st.lists(
+    st.integers(0, 5).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k)))
+)
+
+
+def counted(pairs):
+    stats = MTPStats()
+    for drafted, accepted in pairs:
+        stats.add(drafted, accepted, accepted + 1)
+    return stats
+
+
+@given(rounds, rounds)
+def test_merged_counts_are_those_of_all_rounds(one, other):
+    assert merged([counted(one), counted(other)]) == counted(one + other)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1))
+def test_shares_multiply_to_the_acceptance(accepted):
+    stats = counted([(4, a) for a in accepted])
+    for i, reached in enumerate(stats.acceptance):
+        assert mx.prod(mx.array(shares(stats)[: i + 1])).item() == pytest.approx(
+            reached
+        )
+
+
+def test_ratios_are_taken_within_a_run():
+    cell, costs = Cell("code", 0, 0.0), Costs(9, 0.1, {2: 0.11}, {1: 0.01}, 0.01)
+    speeds = {plain(): [10, 20, 40], with_drafts(1): [11, 40, 60]}
+    found = [
+        Generation(cell, method, run, tokens=2, seconds=1 / rate)
+        for method, rates in speeds.items()
+        for run, rate in enumerate(rates)
+    ]
+    for generation in found[3:]:
+        generation.stats.add(1, 1, 2)
+    first, second = summarise(cell, found, costs, {(cell, "plain"): 0.5})
+    assert (first.rate, first.ratio, first.first) == (20, 1, 0.5)
+    ratios = second.low, second.ratio, second.high
+    assert ratios == pytest.approx((1.1, 1.5, 2.0))
+    assert second.predicted == pytest.approx(2 / 0.12 * 0.1)
+    assert second.bare == pytest.approx((1 / 11 + 1 / 40 + 1 / 60) / 3 / 0.12)
+
+
+def test_a_text_of_one_token_has_no_speed():
+    cell, costs = Cell("code", 0, 0.0), Costs(9, 0.1, {2: 0.11}, {1: 0.01}, 0.01)
+    found = [
+        Generation(cell, method, 0, tokens=1) for method in (plain(), with_drafts(1))
+    ]
+    rows = summarise(cell, found, costs, {})
+    assert [row.rate for row in rows] == [None, None]
+    text = table([cells_of(row) for row in rows], markdown=True)
+    assert {line.count("|") for line in text.splitlines()} == {len(HEAD) + 1}
+
+
+def lines(capsys):
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_the_command_on_a_synthetic_pair(capsys, tmp_path):
+    picture = tmp_path / "speed.svg"
+    options = ("--contexts", "0", "70", "--temps", "1", "--acceptance", "0.5", "0.9")
+    numbers = ("--num-draft-tokens", "0", "2", "adaptive", "--runs", "2")
+    output = ("--json", "--svg", str(picture), "--time-limit", "60")
+    assert main(["bench", *SMALL, *options, *numbers, *output]) == 0
+    found = lines(capsys)
+    events = [line["event"] for line in found]
+    assert events.count("costs") == 2
+    assert events.count("generation") == 4 * 4 * 2
+    assert events.count("summary") == 4 * 4
+    assert found[0]["pair"] == "synthetic E2B, bfloat16"
+    summaries = [line for line in found if line["event"] == "summary"]
+    assert {s["method"] for s in summaries} == {"plain", "K = 0", "K = 2", "adaptive"}
+    assert all(s["ratio"] > 0 and s["peak"] > 0 for s in summaries)
+    assert all(s["first"] > 0 for s in summaries if s["method"] in ("plain", "K = 0"))
+    drawn = ET.fromstring(picture.read_text())
+    assert len(drawn.findall(".//{*}circle")) == 4 * 2
+
+
+def test_the_command_on_a_trained_pair(pair_e, capsys):
+    options = ("--model", pair_e.target_path, "--mtp-assistant", pair_e.assistant_path)
+    less = (
+        "--kinds",
+        "code",
+        "--contexts",
+        "0",
+        "--temps",
+        "0",
+        "--runs",
+        "1",
+        "-m",
+        "20",
+    )
+    numbers = ("--num-draft-tokens", "3", "--draft-model", pair_e.target_path)
+    output = ("--markdown", "--time-limit", "40")
+    assert main(["bench", *options, *less, *numbers, *output]) == 0
+    out = capsys.readouterr().out
+    assert "### code, short prompt, temperature 0" in out
+    rows = [line.split(" | ") for line in out.splitlines() if line.startswith("| ")]
+    names = [row[0].strip("| ") for row in rows]
+    assert names == ["", "---", "plain", "draft model", "K = 3"]
+    assert all(float(row[2]) > 0 for row in rows[2:])
+
+
+def test_a_short_time_measures_less(capsys):
+    less = ("--contexts", "0", "--num-draft-tokens", "1", "--time-limit", "1")
+    assert main(["bench", *SMALL, *less, "--runs", "1000", "--json"]) == 0
+    done = [line for line in lines(capsys) if line["event"] == "generation"]
+    assert 2 <= len(done) < 2000
+
+
+BAD = {
+    "a pair and a synthetic one": (
+        ["--model", "x", "--synthetic", "e2b"],
+        "--synthetic",
+    ),
+    "half a pair": (["--model", "x"], "--mtp-assistant"),
+    "the other half": (["--mtp-assistant", "x"], "--model"),
+    "a dial on a real pair": (["--acceptance", "0.5"], "--acceptance"),
+    "no runs": (["--runs", "0"], "--runs is 0"),
+    "one token": (["--max-tokens", "1"], "--max-tokens is 1"),
+    "no time": (["--time-limit", "0"], "--time-limit is 0"),
+    "experts on a CPU": (
+        ["--synthetic", "26b-a4b", "--bits", "16", "--shrink", "64"],
+        "--bits 4 or 8",
+    ),
+    "no such kind": (["--kinds", "poem"], "'poem'"),
+    "no such target": (["--model", "/no/x", "--mtp-assistant", "/no/y"], "/no/x"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_options_are_one_line(case, capsys):
+    options, words = BAD[case]
+    assert main(["bench", *options]) == 1
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1 and words in error
+
+
+@pytest.mark.parametrize(
+    "options", [["--num-draft-tokens", "9"], ["--acceptance", "2"]]
+)
+def test_numbers_out_of_range_are_refused_by_the_parser(options, capsys):
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(options)
+    assert options[1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_have_the_length_that_is_asked_for(pair_e, kind):
+    request = make_prompt(pair_e.tokenizer, kind, 0)
+    for context in (request.size + 1, 1000, 5000):
+        prompt = make_prompt(pair_e.tokenizer, kind, context)
+        assert prompt.size == pytest.approx(context, rel=0.05, abs=4)
+        assert prompt.tolist()[-10:] == request.tolist()[-10:]
+    assert make_prompt(pair_e.tokenizer, kind, 3).tolist() == request.tolist()
