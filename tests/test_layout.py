@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "mlx_lm_mtp"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # From arrays to host: a file imports only from those before it.
 ORDER = [
+    "kinds",
     "rounds",
     "tape",
     "cache",
@@ -16,11 +17,13 @@ ORDER = [
     "law",
     "verify",
     "stats",
+    "hub",
     "pair",
     "propose",
     "rule",
     "loop",
     "generate",
+    "serial",
     "training",
     "train",
     "demo",
