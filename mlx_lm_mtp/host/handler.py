@@ -86,8 +86,9 @@ def _wrap_validate(original: Any) -> Any:
             if pinned is None:
                 pinned = self.response_generator.cli_args.num_draft_tokens
             self.num_draft_tokens = Drafts.of(pinned) if pinned is None else pinned
-            _check(self.body)
         original(self)
+        if is_asked(self.response_generator):
+            _check(self.body)
         self.num_draft_tokens = Drafts.of(pinned)
 
     return validate_model_parameters
@@ -101,6 +102,8 @@ def _check(body: dict[str, Any]) -> None:
     words = [stop] if isinstance(stop, str) else stop
     if not isinstance(words, list) or not all(isinstance(w, str) for w in words):
         raise ValueError("stop must be a string or a list of strings")
+    if not 0 <= (body.get("seed") or 0) < 2**64:
+        raise ValueError("seed must be at least 0 and below 2**64")
     options = body.get("stream_options")
     if not isinstance(options, dict | None):
         raise ValueError("stream_options must be an object")
@@ -125,7 +128,8 @@ def _wrap_post(original: Any) -> Any:
 
 def _answer(handler: Any, error: Exception) -> None:
     """Send an error, also where an answer has begun."""
-    body = json.dumps({"error": str(error) or type(error).__name__}).encode()
+    line = " ".join(str(error).split()) or type(error).__name__
+    body = json.dumps({"error": line}).encode()
     # Missing before a response begins, empty once its headers are sent.
     if getattr(handler, "_headers_buffer", None) == []:
         handler.wfile.write(b"data: " + body + b"\n\n")

@@ -108,12 +108,30 @@ def _wrap_tokenize(original: Any) -> Any:
             found = original(self, tokenizer, request, args)
         except Exception as e:
             raise MTPError(f"the request makes no prompt: {e}") from e
+        _check(args, self.model_provider)
         reason = _why_not(self.model_provider, args)
         if reason:
             log.info("MTP: not used for this request: %s", reason)
         return found
 
     return _tokenize
+
+
+def _check(args: Any, models: Any) -> None:
+    """What only shows once the model is known, and would fail inside MLX."""
+    from ..target import Target
+
+    if not isinstance(models.draft_model, Drafting):
+        return
+    size = Target(models.model).vocab_size
+    if args.sampling.top_k >= size:
+        raise MTPError(
+            f"top_k is {args.sampling.top_k}, it must be below {size}, the size of "
+            "this model's vocabulary"
+        )
+    for token in args.logits.logit_bias or {}:
+        if not 0 <= token < size:
+            raise MTPError(f"logit_bias names token {token}, there are {size}")
 
 
 def _why_not(models: Any, args: Any) -> Optional[str]:
