@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "mlx_lm_mtp"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # From arrays to host: a file imports only from those before it.
 ORDER = [
+    "kinds",
     "rounds",
     "tape",
     "buffers",
@@ -19,6 +20,7 @@ ORDER = [
     "verify",
     "stats",
     "clock",
+    "hub",
     "pair",
     "depth",
     "propose",
@@ -27,6 +29,7 @@ ORDER = [
     "residual",
     "loop",
     "generate",
+    "serial",
     "training",
     "train",
     "demo",
