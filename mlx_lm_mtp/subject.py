@@ -109,18 +109,17 @@ def check_pair_arguments(args: argparse.Namespace) -> None:
         )
 
 
-def open_target(args: argparse.Namespace) -> tuple[nn.Module, Any]:
-    """Load the target and its tokenizer.
+def load_model(path_or_repo: str) -> tuple[nn.Module, Any]:
+    """A model and its tokenizer, as mlx-lm loads them.
 
     Raises:
-        MTPError: If it cannot be loaded.
+        MTPError: If they cannot be loaded.
     """
-    name = args.model or str(TARGET)
     try:
-        model, tokenizer = load(name)[:2]
+        model, tokenizer = load(path_or_repo)[:2]
     except (OSError, ValueError, KeyError) as e:
         reason = " ".join(str(e).split())
-        raise MTPError(f"cannot load the target {name}: {reason[:300]}") from e
+        raise MTPError(f"cannot load the model {path_or_repo}: {reason[:300]}") from e
     return model, tokenizer
 
 
@@ -134,7 +133,7 @@ def open_subject(args: argparse.Namespace) -> Subject:
     check_pair_arguments(args)
     if args.synthetic:
         return _synthetic(args)
-    model, tokenizer = open_target(args)
+    model, tokenizer = load_model(args.model or str(TARGET))
     assistant = args.mtp_assistant or str(ASSISTANT)
     return Subject(
         args.model or EMBEDDED, model, load_assistant(assistant, model), tokenizer

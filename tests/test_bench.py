@@ -15,7 +15,7 @@ from mlx_lm.models import gemma4
 from mlx_lm_mtp import MTPError, MTPStats, bench, mtp_generate_step, synthetic
 from mlx_lm_mtp.__main__ import main
 from mlx_lm_mtp.bench.dial import dialled_step
-from mlx_lm_mtp.bench.run import Cell, Generation, plain, with_drafts
+from mlx_lm_mtp.bench.run import Bench, Cell, Generation, plain, with_drafts
 from mlx_lm_mtp.bench.summary import HEAD, cells_of, merged, summarise, table
 from mlx_lm_mtp.depth import Pinned
 from mlx_lm_mtp.measure import Costs, best_depth, measure, predicted, prefill, shares
@@ -282,6 +282,22 @@ def test_the_command_on_a_trained_pair(pair_e, capsys):
     assert all(float(row[2]) > 0 for row in rows[2:])
 
 
+def test_an_interrupt_shows_what_there_is(capsys, monkeypatch):
+    honest = Bench._generate
+
+    def interrupted(self, cell, read, method, run):
+        if run == 1:
+            raise KeyboardInterrupt
+        return honest(self, cell, read, method, run)
+
+    monkeypatch.setattr(Bench, "_generate", interrupted)
+    less = ("--contexts", "0", "--temps", "0", "--num-draft-tokens", "1", "2")
+    assert main(["bench", *SMALL, *less, "--time-limit", "20"]) == 130
+    out = capsys.readouterr().out
+    assert "random, short prompt, temperature 0:" in out
+    assert [line.split()[0] for line in out.splitlines()[-3:]] == ["plain", "K", "K"]
+
+
 def test_a_short_time_measures_less(capsys):
     less = ("--contexts", "0", "--num-draft-tokens", "1", "--time-limit", "1")
     assert main(["bench", *SMALL, *less, "--runs", "1000", "--json"]) == 0
@@ -304,6 +320,10 @@ BAD = {
         ["--synthetic", "26b-a4b", "--bits", "16", "--shrink", "64"],
         "--bits 4 or 8",
     ),
+    "cold": (["--temps", "-1"], "--temps has -1"),
+    "no folder for the picture": (["--svg", "/no/x.svg"], "no folder /no"),
+    "a text for random weights": ([*SMALL, "--kinds", "code"], "'code'"),
+    "no such draft model": (["--draft-model", "/no/x"], "cannot load the model /no/x"),
     "no such kind": (["--kinds", "poem"], "'poem'"),
     "no such target": (["--model", "/no/x", "--mtp-assistant", "/no/y"], "/no/x"),
 }
