@@ -18,9 +18,11 @@ from mlx_lm_mtp.bench.dial import dialled_step
 from mlx_lm_mtp.bench.run import Bench, Cell, Generation, plain, with_drafts
 from mlx_lm_mtp.bench.summary import HEAD, cells_of, merged, summarise, table
 from mlx_lm_mtp.depth import Pinned
+from mlx_lm_mtp.doctor import examine
 from mlx_lm_mtp.measure import Costs, best_depth, measure, predicted, prefill, shares
 from mlx_lm_mtp.pair import check_pair, model_file
 from mlx_lm_mtp.prompts import KINDS, make_prompt, random_prompt
+from mlx_lm_mtp.subject import add_pair_arguments, open_subject
 from mlx_lm_mtp.synthetic import SIZES, configs, make_pair
 from mlx_lm_mtp.target import Target
 
@@ -356,3 +358,17 @@ def test_prompts_have_the_length_that_is_asked_for(pair_e, kind):
         assert prompt.size == pytest.approx(context, rel=0.05, abs=4)
         assert prompt.tolist()[-10:] == request.tolist()[-10:]
     assert make_prompt(pair_e.tokenizer, kind, 3).tolist() == request.tolist()
+
+
+@pytest.mark.parametrize("synthetic", [True, False])
+def test_the_drafter_is_quantised_on_request(synthetic, pair_e):
+    options = ["--model", pair_e.target_path, "--mtp-assistant", pair_e.assistant_path]
+    if synthetic:
+        options = ["--synthetic", "31b", "--shrink", "64"]
+    parser = argparse.ArgumentParser()
+    add_pair_arguments(parser)
+    subject = open_subject(parser.parse_args([*options, "--mtp-quantize", "8"]))
+    assert examine.weights(subject.drafter)["types"][0] == "8-bit"
+    prompt = subject.prompt(subject.kinds[0], 0)
+    steps = mtp_generate_step(prompt, subject.model, subject.drafter, max_tokens=4)
+    assert len(list(steps)) == 4

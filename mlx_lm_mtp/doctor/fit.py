@@ -73,7 +73,7 @@ def _try(args: argparse.Namespace, fit: Fit) -> None:
     if fit.reasons:
         fit.reasons += _belongs(found.backbone_hidden_size, target.hidden_size)
         return
-    drafter = load_assistant(assistant, model)
+    drafter = load_assistant(assistant, model, args.mtp_quantize)
     fit.subject = Subject(args.model or EMBEDDED, model, drafter, tokenizer)
 
 
