@@ -123,7 +123,7 @@ def test_a_pair_that_does_not_fit(capsys):
     [
         (["--model", "/no/x", "--mtp-assistant", "/no/y"], "/no/y"),
         ([*of("e", "e")[:2], "--mtp-assistant", of("e", "e")[1]], "'gemma4'"),
-        ([*of("e", "e")[2:], "--model", str(PAIRS)], "cannot load the target"),
+        ([*of("e", "e")[2:], "--model", str(PAIRS)], "cannot load the model"),
     ],
 )
 def test_what_is_no_pair(options, words, capsys):
@@ -133,7 +133,7 @@ def test_what_is_no_pair(options, words, capsys):
 
 def test_official_assistants_are_told_by_their_target():
     [told] = fit._belongs(2816, 5376)
-    assert "26B-A4B-it-assistant" in told and "31B-it-assistant" in told
+    assert "26B-A4B's" in told and "31B-it-assistant" in told
     [told] = fit._belongs(77, 2560)
     assert "another target" in told and "E4B-it-assistant" in told
     assert fit._belongs(2560, 2560) == fit._belongs(1536, 96) == []
