@@ -13,6 +13,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import gemma4
 
 from mlx_lm_mtp import MTPError, MTPStats, bench, mtp_generate_step, synthetic
+from mlx_lm_mtp import measure as measuring
 from mlx_lm_mtp.__main__ import main
 from mlx_lm_mtp.bench.dial import dialled_step
 from mlx_lm_mtp.bench.run import Bench, Cell, Generation, plain, with_drafts
@@ -154,6 +155,18 @@ def test_every_call_is_timed(small):
     assert min(times) > 0 and costs.context == 40
     assert costs.round(0) == costs.plain
     assert costs.round(3) == costs.verify[4] + costs.draft[3]
+
+
+def test_a_slow_machine_times_one_call_of_each(small, monkeypatch):
+    launched = []
+    honest = measuring._launch
+    monkeypatch.setattr(
+        measuring, "_launch", lambda calls: launched.append(0) or honest(calls)
+    )
+    costs = measure(*small, mx.arange(40), seconds=0.0)
+    assert len(costs.verify) == 9 and costs.verify[9] > 0
+    # Two ends make a time, and one call is always ahead.
+    assert len(launched) <= 3 * 18 + measuring.WARM + measuring.LEAST
 
 
 times = st.floats(1e-4, 10)
