@@ -1,8 +1,7 @@
 """mlx-lm's continuous batching with a drafter.
 
 Queue, prompt processing, segments and statistics are mlx-lm's own; what is ours is the
-decoding of the rows whose prompts have been read. Every row keeps what its own drafts
-earned, so a round may bring several tokens of a row, handed out in order.
+decoding of the rows whose prompts have been read.
 """
 
 import random
@@ -12,37 +11,24 @@ from typing import Any, Optional, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
+from mlx_lm.generate import BatchGenerator, PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
 from . import cache as kv
-from .clock import Clock
 from .compare import Compare
-from .depth import Depth, Pinned
+from .decoding import Crew, Decoding
+from .depth import Pinned
 from .flight import Flight, Parts, Row
-from .forward import draft_step, is_lean, verify_forward
+from .forward import is_lean
 from .law import is_greedy
 from .pair import check_pair, is_drafter
-from .propose import propose
 from .ragged import Ragged
 from .residual import DRAFT_HEAT, make_rule
-from .rounds import MTPError, Seed
-from .rule import Decision, Rule
+from .rounds import MTPError
+from .rule import Rule
 from .stats import MTPStats
 from .target import Target
-
-# As in ``loop``: above this many bytes a copy of a buffer costs more than to wait.
-COPIED = 32 << 20
-ANY = 1 << 30
-
-
-@dataclass
-class Response(GenerationBatch.Response):  # type: ignore[misc]
-    """One token of one sequence, or why the sequence failed."""
-
-    from_draft: bool = False
-    error: Optional[Exception] = None
 
 
 @dataclass
@@ -52,179 +38,6 @@ class Wish:
     drafts: Optional[int] = None
     seed: Optional[int] = None
     stats: MTPStats = field(default_factory=MTPStats)
-
-
-@dataclass(frozen=True)
-class Crew:
-    """What all rows share."""
-
-    target: Target
-    drafter: Any
-    depth: Callable[[int], Depth]  # by the number of rows
-    greedy: Rule
-    position: int  # of the drafter's queries, from the seed token's slot
-    rule: Callable[[Any, Any], Rule]
-
-
-class Decoding:
-    """The rows that are being decoded; takes the place of ``GenerationBatch``."""
-
-    def __init__(self, crew: Crew) -> None:
-        self.crew = crew
-        self.rows: list[Row] = []
-        self.live = Ragged()
-        self.flights: list[Flight] = []
-        self._clock = Clock()
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @property
-    def uids(self) -> list[int]:
-        """The rows' numbers."""
-        return [row.uid for row in self.rows]
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        """What each row's cache holds."""
-        return [row.tokens for row in self.rows]
-
-    @property
-    def prompt_cache(self) -> list[Any]:
-        """What holds the K/V, to be asked for its bytes."""
-        return [self.live] if self.rows else []
-
-    def extract_cache(self, place: int) -> list[Any]:
-        """A copy of a row's K/V in mlx-lm's caches."""
-        return self.live.extract(place, self.rows[place].held)
-
-    def extend(self, other: "Decoding") -> None:
-        """Let the rows of another join."""
-        self.rows += other.rows
-        self.live.extend(other.live)
-        self.flights += other.flights
-
-    def filter(self, keep: list[int]) -> None:
-        """Keep the rows at these places."""
-        kept = [self.rows[place] for place in keep]
-        for row in self.rows:
-            row.gone = row not in kept
-        self.rows = kept
-        self.live.filter(keep)
-        self.flights = [flight for flight in self.flights if flight.staying]
-
-    def next(self) -> list[Response]:
-        """Land what flies, after the next round was launched where that is possible.
-
-        Returns:
-            The tokens of every row, in order.
-        """
-        if not self.rows:
-            return []
-        landing = self.flights
-        ahead = all(
-            flight.parts.ahead and flight.verdict() is not None for flight in landing
-        )
-        following = self._launch(self._seed(landing, ahead)) if ahead else None
-        decisions = self._land(landing)
-        if following is None:
-            following = self._launch(self._seed(landing, ahead))
-        self.flights = [following]
-        return self._respond(decisions)
-
-    def _seed(self, landing: list[Flight], ahead: bool) -> Seed:
-        seeds = [flight.seed(ahead) for flight in landing]
-        if len(seeds) == 1:
-            return seeds[0]
-        return Seed(
-            mx.concatenate([seed.token for seed in seeds]),
-            mx.concatenate([seed.hidden for seed in seeds]),
-        )
-
-    def _launch(self, seed: Seed) -> Flight:
-        crew, live = self.crew, self.live
-        most = max(row.drafts(row.left - 1) for row in self.rows)
-        num = crew.depth(len(self.rows)).choose(most)
-        parts = Parts(self.rows, num)
-        tokens = seed.token[:, None]
-        for part in parts.parts:
-            part.rule.begin(num)
-        if num:
-            step = draft_step(crew.target, crew.drafter, live, crew.position)
-            draft = propose(step, seed, num, parts.draw)
-            tokens = mx.concatenate([tokens, draft.tokens], axis=1)
-        hidden, logits = verify_forward(crew.target, live, tokens)
-        flight = Flight(list(self.rows), parts, parts.judge(logits), hidden, num)
-        verdict = flight.verdict()
-        live.wrote(1 + num, verdict.accepted if verdict else None)
-        if num and live.largest > COPIED:
-            mx.eval(flight.drawn())
-        mx.async_eval(flight.pending())
-        return flight
-
-    def _land(self, landing: list[Flight]) -> dict[Row, Decision]:
-        """Read what became of the rounds, and learn from it."""
-        mx.eval([a for flight in landing for a in flight.pending()])
-        found: dict[Row, Decision] = {}
-        for flight in landing:
-            decisions = flight.decisions()
-            for row, decision in decisions.items():
-                _take(row, decision, flight)
-            found.update(decisions)
-        self.live.settle()
-        return found
-
-    def _respond(self, decisions: dict[Row, Decision]) -> list[Response]:
-        responses: list[Response] = []
-        keep = []
-        for place, row in enumerate(self.rows):
-            told = _told(row, decisions[row])
-            if told[-1].finish_reason is None:
-                keep.append(place)
-            else:
-                told[-1].prompt_cache = self.extract_cache(place)
-                told[-1].all_tokens = row.tokens
-            responses += told
-        if len(keep) < len(self.rows):
-            self.filter(keep)
-        return responses
-
-
-def _take(row: Row, decision: Decision, flight: Flight) -> None:
-    """Move a row on by what its round decided."""
-    tokens, accepted = decision.tokens, decision.accepted
-    row.rule.extend(mx.array(tokens, mx.int32))
-    # After an error the row leaves; until then any token does.
-    row.seed = (tokens or [0])[-1], max(len(tokens) - 1, 0)
-    if flight.reads_prompt:
-        return
-    row.span.landed(accepted)
-    drafted = row.drafts(flight.drafts)
-    shown = min(len(tokens), row.left)
-    row.stats.add(min(drafted, row.left), min(accepted, row.left), shown)
-
-
-def _told(row: Row, decision: Decision) -> list[Response]:
-    """A row's tokens up to its end."""
-    told: list[Response] = []
-    for i, token in enumerate(decision.tokens):
-        row.tokens.append(token)
-        row.held += 1
-        row.left -= 1
-        reason = None if row.left else "length"
-        if row.matcher.advance(token):
-            reason = "stop"
-        drafted = i < decision.accepted
-        logprobs = decision.logprobs[i]
-        told.append(Response(row.uid, token, logprobs, reason, None, None, drafted))
-        if reason:
-            return told
-    if decision.error is not None:
-        nothing = mx.zeros(16)
-        told.append(
-            Response(row.uid, 0, nothing, "error", None, None, error=decision.error)
-        )
-    return told
 
 
 class Prompts(PromptProcessingBatch):  # type: ignore[misc]
@@ -262,6 +75,8 @@ class MTPBatchGenerator(BatchGenerator):  # type: ignore[misc]
     Raises:
         MTPError: If the pair does not fit, or an option cannot be honoured.
     """
+
+    _old_wired_limit: Any = None  # ``close`` asks, also where a pair was refused
 
     def __init__(
         self,

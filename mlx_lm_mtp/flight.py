@@ -175,8 +175,8 @@ class Flight:
             if len(places) < len(self.rows):
                 token, index = token[mx.array(places)], index[mx.array(places)]
         else:
-            seeds = [self.rows[place].seed for place in places]
-            token, index = (mx.array(part, mx.int32) for part in zip(*seeds))
+            seeds = mx.array([self.rows[place].seed for place in places], mx.int32)
+            token, index = seeds[:, 0], seeds[:, 1]
         hidden = self.hidden
         if len(places) < len(self.rows):
             hidden = hidden[mx.array(places)]
@@ -185,11 +185,12 @@ class Flight:
     def decisions(self) -> dict[Row, Decision]:
         """What became of the rows that are still in the batch."""
         mx.eval([trial.pending() for trial in self.trials])
-        found = {}
+        found: dict[Row, Decision] = {}
         for part, trial in zip(self.parts.parts, self.trials, strict=True):
             rows = [self.rows[place] for place in part.places]
             if not all(row.gone for row in rows):
-                found.update(zip(rows, _decided(part.rule, trial, len(rows))))
+                decided = _decided(part.rule, trial, len(rows))
+                found.update(zip(rows, decided, strict=True))
         return {row: found[row] for row in self.rows if not row.gone}
 
 
