@@ -21,8 +21,9 @@ from .decoding import Crew, Decoding
 from .depth import Pinned
 from .flight import Flight, Parts, Row
 from .forward import is_lean
+from .kinds import is_drafter
 from .law import is_greedy
-from .pair import check_pair, is_drafter
+from .pair import check_pair
 from .ragged import Ragged
 from .residual import DRAFT_HEAT, make_rule
 from .rounds import MTPError

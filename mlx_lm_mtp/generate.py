@@ -11,9 +11,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from . import cache as kv
 from .depth import Depth, Pinned, learnt
+from .kinds import is_drafter
 from .law import LogitsProcessor, Sampler
 from .loop import Emission, Progress, Run
-from .pair import check_pair, is_drafter
+from .pair import check_pair
 from .residual import DRAFT_HEAT, make_rule
 from .rounds import MTPError
 from .stats import MTPStats
@@ -38,6 +39,7 @@ def mtp_generate_step(
     quantized_kv_start: int = 5000,
     prompt_progress_callback: Optional[Progress] = None,
     input_embeddings: Optional[mx.array] = None,
+    history: Optional[mx.array] = None,
     verification: str = "block",
     draft_heat: float = DRAFT_HEAT,
     draft_position: int = 0,
@@ -68,6 +70,7 @@ def mtp_generate_step(
         quantized_kv_start: Likewise.
         prompt_progress_callback: Called with (tokens processed, tokens in all).
         input_embeddings: Embeddings [n, H] to prefill in place of the prompt's.
+        history: Token ids [n] before the prompt, which logits processors shall see.
         verification: "block", "token" or "coupled"; they differ at temperatures above
             zero only. With "coupled" a seed gives the text of plain decoding.
         draft_heat: Temperature of the drafts relative to the target's.
@@ -98,6 +101,8 @@ def mtp_generate_step(
     rule = make_rule(
         sampler, logits_processors, target.vocab_size, verification, draft_heat
     )
+    if history is not None:
+        rule.extend(history)
     run = Run(
         target,
         draft_model,

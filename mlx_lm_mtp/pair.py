@@ -3,7 +3,6 @@
 import functools
 import importlib
 import importlib.util
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,15 +10,14 @@ from typing import Any, Optional
 
 import mlx.core as mx
 import mlx.nn as nn
-from huggingface_hub.errors import HFValidationError
-from mlx_lm.utils import _download, load_model
+from mlx_lm.utils import load_model
 
+from .hub import AUTO, find_assistant, find_official, read_config
 from .rounds import MTPError
 from .tape import random_state, seed_of
 from .target import Target
 
 MODEL_FILE = Path(__file__).parent / "models" / "gemma4_assistant.py"
-MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 BITS = (2, 3, 4, 5, 6, 8)  # that MLX's kernels know
 GROUPS = (64, 32)
 
@@ -43,102 +41,14 @@ def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
     return model_file().Model, model_file().ModelArgs
 
 
-def is_drafter(model: Any) -> bool:
-    """Whether a loaded model is a drafter of ours."""
-    ours = getattr(model, "model_type", None) in MODEL_TYPES
-    return ours and hasattr(model, "candidates")
-
-
-def find_assistant(path_or_repo: str) -> Path:
-    """The local folder of a drafter, downloaded if need be.
-
-    Only reads ``config.json`` and looks for the weights' files, so that a wrong path
-    is refused before a large target is loaded.
-
-    Raises:
-        MTPError: If there is no usable drafter at this place.
-    """
-    folder = _resolve(path_or_repo)
-    config = read_config(folder)
-    found = config.get("model_type")
-    if found not in MODEL_TYPES:
-        raise MTPError(
-            f"{folder} holds a {found!r} model, --mtp-assistant needs a Gemma 4 "
-            f"assistant ({' or '.join(MODEL_TYPES)})"
-        )
-    if not list(folder.glob("model*.safetensors")):
-        raise MTPError(
-            f"no model*.safetensors in {folder}: the assistant's weights are missing, "
-            "download them again"
-        )
-    for missing in _missing_shards(folder):
-        raise MTPError(
-            f"{folder} lacks {missing}, which its index names: "
-            "download the assistant again"
-        )
-    return folder
-
-
-def _resolve(path_or_repo: str) -> Path:
-    path = Path(path_or_repo).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise MTPError(
-            f"{path} is a file, an assistant is a folder with config.json and "
-            "model.safetensors"
-        )
-    try:
-        return Path(_download(str(path_or_repo)))
-    except HFValidationError as e:
-        raise MTPError(
-            f"there is no folder {path_or_repo!r}, and it is no name of a Hugging "
-            "Face repository either"
-        ) from e
-    except (OSError, ValueError) as e:
-        # huggingface_hub's errors are OSErrors, and offline mode a ValueError.
-        reason = str(e).strip().split("\n")[0]
-        raise MTPError(
-            f"there is no folder {path_or_repo!r}, and fetching it from the Hugging "
-            f"Face hub failed: {reason}"
-        ) from e
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The configuration of a checkpoint.
-
-    Raises:
-        MTPError: If there is none, or it cannot be read.
-    """
-    file = folder / "config.json"
-    if not file.exists():
-        raise MTPError(
-            f"no config.json in {folder}: an assistant is a folder with config.json "
-            "and model.safetensors"
-        )
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as e:
-        raise MTPError(f"{file} is not valid JSON: {e}") from e
-    if not isinstance(config, dict):
-        raise MTPError(f"{file} holds no configuration")
-    return config
-
-
-def _missing_shards(folder: Path) -> Iterator[str]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = json.loads(index.read_text()).get("weight_map", {}).values()
-        yield from sorted({n for n in names if not (folder / n).exists()})
-
-
 def load_assistant(
     path_or_repo: str, model: nn.Module, quantize: Optional[int] = None
 ) -> nn.Module:
     """Load a Gemma 4 drafter for a target. No tokenizer files are needed.
 
     Args:
-        path_or_repo: A local folder or a Hugging Face repository.
+        path_or_repo: A local folder, a Hugging Face repository, or "auto" for the
+            official assistant of the target's size.
         model: The target, as ``mlx_lm.load`` returned it.
         quantize: Bits to quantise the drafter to, its head too. Text and law stay the
             target's; only the acceptance may move.
@@ -151,7 +61,10 @@ def load_assistant(
             line that names what was found and what is needed.
     """
     target = Target(model)
-    folder = find_assistant(path_or_repo)
+    if path_or_repo == AUTO:
+        folder = find_official(target.hidden_size)
+    else:
+        folder = find_assistant(path_or_repo)
     config = read_config(folder)
     try:
         args = model_classes(config)[1].from_dict(config)

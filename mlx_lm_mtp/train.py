@@ -15,7 +15,8 @@ from mlx.utils import tree_map
 from mlx_lm import load
 from mlx_lm.utils import _download
 
-from .pair import find_assistant, load_assistant, read_config
+from .hub import find_assistant, read_config
+from .pair import load_assistant
 from .rounds import MTPError
 from .target import Target
 from .training import card, state

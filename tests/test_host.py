@@ -84,6 +84,71 @@ def test_a_renamed_internal_is_left_alone(monkeypatch, name):
     assert {k: v for k, v in vars(generate_module).items() if k in NAMES} == before
 
 
+COMMANDS = ("chat", "benchmark", "server")
+
+
+def everything():
+    """Every function, class and method of the commands' modules."""
+    modules = [importlib.import_module(f"mlx_lm.{name}") for name in COMMANDS]
+    found = {(m.__name__, n): v for m in modules for n, v in vars(m).items()}
+    classes = [v for v in found.values() if isinstance(v, type)]
+    return found | {(c.__name__, n): v for c in classes for n, v in vars(c).items()}
+
+
+def test_the_commands_come_and_go_whole():
+    with_mtp = everything()
+    disable()
+    without = everything()
+    assert not any("mlx_lm_mtp" in repr(v) for v in without.values())
+    changed = {key for key, value in with_mtp.items() if without[key] is not value}
+    assert ("mlx_lm.chat", "stream_generate") in changed
+    assert ("mlx_lm.benchmark", "load") in changed
+    assert ("APIHandler", "do_POST") in changed
+    enable()
+    assert {k for k, v in everything().items() if without[k] is not v} == changed
+    disable()
+    assert everything() == without
+
+
+@pytest.mark.parametrize(
+    "owner, name",
+    [
+        ("chat", "load"),
+        ("server", "BatchGenerator"),
+        ("server.ModelProvider", "load"),
+        ("server.APIHandler", "completion_usage_response"),
+    ],
+)
+def test_a_command_with_a_renamed_internal_is_left_alone(monkeypatch, owner, name):
+    everything()
+    disable()
+    home, _, inner = owner.partition(".")
+    module = importlib.import_module(f"mlx_lm.{home}")
+    monkeypatch.delattr(getattr(module, inner) if inner else module, name)
+    before = everything()
+    with pytest.raises(MTPError, match=rf"has no mlx_lm\.{owner}\.{name}: report"):
+        enable()
+    assert everything() == before
+
+
+@pytest.mark.parametrize("name", ["cache_prompt", "convert", "fuse", "lora"])
+def test_other_commands_are_not_touched(name):
+    importlib.import_module(f"mlx_lm.{name}")
+    enable()
+    homes = {key.split(".")[1] for key in status()["patched"]}
+    assert homes <= {"generate", *COMMANDS}
+
+
+def test_a_fault_of_ours_does_not_reach_ordinary_draft_models():
+    code = (
+        "import sys, mlx_lm; sys.modules['mlx_lm_mtp.pair'] = None;"
+        "sys.modules['mlx_lm_mtp.generate'] = None;"
+        "step = sys.modules['mlx_lm.generate'].speculative_generate_step;"
+        "print(hasattr(step, '__wrapped__'), type(step(None, None, object(), None)))"
+    )
+    assert python(code) == (0, "True <class 'generator'>\n", "")
+
+
 def test_an_ordinary_draft_model_takes_mlx_lms_own_path(monkeypatch):
     disable()
     calls = []

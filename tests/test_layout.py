@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "mlx_lm_mtp"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # From arrays to host: a file imports only from those before it.
 ORDER = [
+    "kinds",
     "rounds",
     "tape",
     "buffers",
@@ -20,6 +21,7 @@ ORDER = [
     "verify",
     "stats",
     "clock",
+    "hub",
     "pair",
     "depth",
     "propose",
@@ -28,6 +30,7 @@ ORDER = [
     "residual",
     "loop",
     "generate",
+    "serial",
     "flight",
     "decoding",
     "batch",

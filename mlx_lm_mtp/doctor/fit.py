@@ -5,13 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from ..demo import ASSISTANT
-from ..pair import (
-    find_assistant,
-    load_assistant,
-    misfits,
-    model_classes,
-    read_config,
-)
+from ..hub import find_assistant, read_config
+from ..pair import load_assistant, misfits, model_classes
 from ..rounds import MTPError
 from ..subject import (
     EMBEDDED,

@@ -13,7 +13,13 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Optional
 
-SEAMS = ("mlx_lm.models", "mlx_lm.generate")
+SEAMS = (
+    "mlx_lm.models",
+    "mlx_lm.generate",
+    "mlx_lm.chat",
+    "mlx_lm.benchmark",
+    "mlx_lm.server",
+)
 FLAG = "--mtp-assistant"
 
 _failures: dict[str, str] = {}

@@ -1,12 +1,13 @@
 """The flags that mlx-lm's commands gain, and how what they say travels.
 
-mlx-lm's ``main`` loads ``args.draft_model`` and hands the result on as ``draft_model``.
-So the path is marked (``AssistantPath``), and what is handed on is the drafter with the
-options that mlx-lm has no argument for (``Drafting``).
+Where mlx-lm has a draft model, its own code loads ``args.draft_model`` and hands the
+result on. So the path is marked (``AssistantPath``), and what is handed on is the
+drafter with the options that mlx-lm has no argument for (``Drafting``).
 """
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Optional
 
@@ -22,15 +23,32 @@ class Drafting:
         """The same with further options."""
         return replace(self, options={**self.options, **options})
 
+    def make_cache(self) -> list[Any]:
+        """What mlx-lm asks of a draft model: ours reads the target's cache."""
+        return []
+
 
 class AssistantPath(str):
     """What ``--mtp-assistant`` named, with the options given beside it."""
 
     options: dict[str, Any]
 
-    def drafting(self, drafter: Any) -> Drafting:
-        """The loaded drafter with these options."""
-        return Drafting(drafter, self.options)
+    @classmethod
+    def of(cls, path: str, **options: Any) -> "AssistantPath":
+        """A path with options of ``mtp_generate_step``."""
+        self = cls(path)
+        self.options = options
+        return self
+
+    def load(self, model: Any) -> Drafting:
+        """The drafter for a loaded target, with these options.
+
+        Raises:
+            MTPError: If it does not fit.
+        """
+        from ..pair import load_assistant
+
+        return Drafting(load_assistant(str(self), model), self.options)
 
 
 def refuse(reason: Any) -> NoReturn:
@@ -39,24 +57,34 @@ def refuse(reason: Any) -> NoReturn:
     sys.exit(2)
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """Add our flags to a parser of mlx-lm's that knows draft models."""
-    if "--mtp-assistant" in parser._option_string_actions:
+def wrap_main(original: Any) -> Any:
+    """A command whose user's mistakes are one line."""
+
+    def main(*args: Any, **kwargs: Any) -> Any:
+        from ..rounds import MTPError
+
+        try:
+            return original(*args, **kwargs)
+        except MTPError as e:
+            refuse(e)
+
+    return main
+
+
+def add(
+    parser: argparse.ArgumentParser,
+    then: Callable[[argparse.Namespace], None] = lambda parsed: None,
+) -> None:
+    """Add our flags to a parser of mlx-lm's.
+
+    Args:
+        parser: The parser.
+        then: Told what was parsed, if an assistant was asked for.
+    """
+    known = parser._option_string_actions
+    if "--mtp-assistant" in known:
         return
-    group = parser.add_argument_group("multi-token prediction (mlx-lm-mtp)")
-    group.add_argument(
-        "--mtp-assistant",
-        metavar="PATH_OR_REPO",
-        help="The Gemma 4 assistant (drafter) of this model: the same text, sooner. "
-        "--num-draft-tokens pins the number of drafts (0 drafts nothing).",
-    )
-    group.add_argument(
-        "--mtp-verification",
-        choices=("block", "token", "coupled"),
-        help="How sampled drafts are verified; all keep the model's law. With "
-        "'coupled' a seed gives the text it gives without the assistant. "
-        "Default: block.",
-    )
+    _add_arguments(parser, "--num-draft-tokens" not in known)
     default = parser.get_default("num_draft_tokens")
     parser.set_defaults(num_draft_tokens=None)
     parse, error = parser.parse_known_args, parser.error
@@ -65,10 +93,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         parsed, rest = parse(args, namespace)
         if parsed.mtp_assistant is not None:
             parsed.draft_model = _checked(parsed)
+            then(parsed)
         elif parsed.mtp_verification is not None:
             refuse("--mtp-verification needs --mtp-assistant beside it")
         elif parsed.num_draft_tokens is None:
             parsed.num_draft_tokens = default
+        elif "--draft-model" not in known:
+            refuse("--num-draft-tokens needs --mtp-assistant beside it")
         return parsed, rest
 
     def one_line_error(message: str) -> NoReturn:
@@ -82,31 +113,69 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.error = one_line_error  # type: ignore[method-assign]
 
 
+def _add_arguments(parser: argparse.ArgumentParser, number: bool) -> None:
+    group = parser.add_argument_group("multi-token prediction (mlx-lm-mtp)")
+    group.add_argument(
+        "--mtp-assistant",
+        metavar="PATH_OR_REPO",
+        help="The Gemma 4 assistant (drafter) of this model: the same text, sooner. "
+        "'auto' takes the official one of the model's size. "
+        "--num-draft-tokens pins the number of drafts (0 drafts nothing).",
+    )
+    group.add_argument(
+        "--mtp-verification",
+        choices=("block", "token", "coupled"),
+        help="How sampled drafts are verified; all keep the model's law. With "
+        "'coupled' a seed gives the text it gives without the assistant. "
+        "Default: block.",
+    )
+    if number:
+        group.add_argument(
+            "--num-draft-tokens", type=int, help="Number of drafts per round."
+        )
+
+
 def _checked(parsed: argparse.Namespace) -> AssistantPath:
     """Refuse what cannot work before the target is loaded."""
-    from ..pair import find_assistant
+    from ..hub import AUTO, find_assistant, find_official, hidden_size_of
     from ..rounds import MTPError
 
-    problem: Optional[str] = None
-    if parsed.draft_model is not None:
-        problem = "--draft-model and --mtp-assistant exclude each other, give one"
-    elif (parsed.num_draft_tokens or 0) < 0:
-        problem = (
+    problem = _problem(parsed)
+    if problem:
+        refuse(problem)
+    path = parsed.mtp_assistant
+    try:
+        if path != AUTO:
+            path = str(find_assistant(path))
+        elif parsed.model is not None:
+            find_official(hidden_size_of(parsed.model))
+    except MTPError as e:
+        refuse(e)
+    if parsed.mtp_verification is None:
+        return AssistantPath.of(path)
+    return AssistantPath.of(path, verification=parsed.mtp_verification)
+
+
+def _problem(parsed: argparse.Namespace) -> Optional[str]:
+    import mlx.core as mx
+
+    if getattr(parsed, "draft_model", None) is not None:
+        return "--draft-model and --mtp-assistant exclude each other, give one"
+    if (parsed.num_draft_tokens or 0) < 0:
+        return (
             f"--num-draft-tokens is {parsed.num_draft_tokens}, it must be 0 (plain "
             "decoding) or more"
         )
-    elif getattr(parsed, "kv_bits", None) is not None:
-        problem = (
+    if getattr(parsed, "kv_bits", None) is not None:
+        return (
             "--kv-bits does not go with --mtp-assistant: mlx-lm cannot quantise the "
             "sliding-window caches of Gemma 4"
         )
-    if problem:
-        refuse(problem)
-    try:
-        path = AssistantPath(find_assistant(parsed.mtp_assistant))
-    except MTPError as e:
-        refuse(e)
-    path.options = {}
-    if parsed.mtp_verification is not None:
-        path.options["verification"] = parsed.mtp_verification
-    return path
+    if getattr(parsed, "batch_size", 1) > 1:
+        return (
+            f"--batch-size is {parsed.batch_size}, but --mtp-assistant decodes one "
+            "sequence at a time: give --batch-size 1"
+        )
+    if mx.distributed.init().size() > 1:
+        return "--mtp-assistant runs on one machine: start it without mlx.launch"
+    return None
