@@ -109,13 +109,13 @@ def is_pure(processor: LogitsProcessor) -> bool:
 
 def law_of(sampler: Sampler) -> Optional[Law]:
     """The law a sampler draws from, or None if it is opaque."""
+    if is_mlx_lm(sampler):
+        cells = _cells(sampler)
+        filters = tuple((_FILTERS[m.__code__], m) for m in cells["sampling_methods"])
+        return ChainLaw(filters, cells["temp"])
     if callable(getattr(sampler, "law", None)):
         return OfferedLaw(sampler)
-    if not is_mlx_lm(sampler):
-        return None
-    cells = _cells(sampler)
-    filters = tuple((_FILTERS[m.__code__], m) for m in cells["sampling_methods"])
-    return ChainLaw(filters, cells["temp"])
+    return None
 
 
 @dataclass(frozen=True)

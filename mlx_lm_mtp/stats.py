@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+FEW = 4  # rounds after which a depth that adapts has tried to draft
+
 
 @dataclass
 class MTPStats:
@@ -54,3 +56,9 @@ class MTPStats:
             f"accepted by position {shares}, "
             f"{self.drafts_per_round:.2f} drafts per round"
         )
+
+    def unused(self) -> str:
+        """One line for those who asked for drafts and got none."""
+        few = self.rounds < FEW
+        why = "the text ended before" if few else "drafting does not pay here"
+        return f"MTP: the assistant was not used: {why}"

@@ -78,3 +78,11 @@ def pair_e():
 @pytest.fixture(scope="session")
 def prompts():
     return mx.array(np.load(PAIRS / "prompts.npy").astype(np.int32))
+
+
+@pytest.fixture(scope="module")
+def eager():
+    """Run mlx-lm's compiled filters uncompiled: each set of flags compiles anew."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()

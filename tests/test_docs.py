@@ -16,6 +16,10 @@ PAGES = [
 ]
 
 
+# Its blocks fail with the released mlx-lm, see test_patches.py.
+DEFECTS = ROOT / "patches/README.md"
+
+
 def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
 
@@ -60,7 +64,7 @@ def test_flags_exist(line):
     assert asked <= set(re.findall(r"--[a-z][a-z-]*", told)), line
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, DEFECTS], ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if not target.startswith("http"):

@@ -28,14 +28,7 @@ flags = st.fixed_dictionaries(
 )
 dtypes = st.sampled_from(DTYPES)
 seeds = st.integers(0, 2**32 - 1)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def eager():
-    """Run mlx-lm's compiled filters uncompiled: each set of flags compiles anew."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 def make_logits(seed, dtype, rows=4):
@@ -266,6 +259,13 @@ def test_a_sampler_may_offer_its_law():
     assert ours.dtype == mx.float32
     assert mx.array_equal(ours, expected)
     assert mx.array_equal(law.law_of(sampler).draft(0.5)(logprobs), expected)
+
+
+def test_a_sampler_of_mlx_lm_s_that_tells_its_law_is_still_taken_apart():
+    sampler, logprobs = make_sampler(0.8, top_k=3), make_logits(0, mx.float32)
+    sampler.law = mock.Mock(side_effect=AssertionError)
+    cold = law.law_of(make_sampler(0.4, top_k=3))(logprobs)
+    assert mx.array_equal(law.law_of(sampler).draft(0.5)(logprobs), cold)
 
 
 # Processors.

@@ -5,27 +5,17 @@ Both come from the package index.
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-import tarfile
 
-import mlx.core as mx
 import pytest
 from conftest import PAIRS
-from mlx.utils import tree_flatten
-from mlx_lm.models import qwen2
+from releases import LATEST, install, make_hub, outcomes, unpack
 
 from mlx_lm_mtp.host.patch import TESTED
 
 pytestmark = pytest.mark.slow
-RELEASE = "0.32.2"
-
-
-def pip(*arguments):
-    command = [sys.executable, "-m", "pip", *map(str, arguments)]
-    subprocess.run([*command, "-q", "--no-deps"], check=True, capture_output=True)
 
 
 def python(*arguments, **environment):
@@ -75,7 +65,7 @@ print(json.dumps({
 
 @pytest.mark.parametrize("version", TESTED)
 def test_a_release(version, tmp_path, pair):
-    pip("install", "--target", tmp_path, f"mlx-lm=={version}")
+    install(tmp_path, "--no-deps", f"mlx-lm=={version}")
     found = python("-c", SMOKE, PAIRS, pair.name, PYTHONPATH=tmp_path)
     assert found.returncode == 0, found.stderr
     told = json.loads(found.stdout)
@@ -87,7 +77,7 @@ def test_a_release(version, tmp_path, pair):
 
 @pytest.mark.parametrize("version", TESTED)
 def test_the_command_of_a_release(version, tmp_path):
-    pip("install", "--target", tmp_path, f"mlx-lm=={version}")
+    install(tmp_path, "--no-deps", f"mlx-lm=={version}")
     arguments = ["-m", "mlx_lm", "generate", "--model", PAIRS / "e" / "target"]
     arguments += ["--prompt", "import", "--max-tokens", 30]
     plain = python(*arguments, PYTHONPATH=tmp_path).stdout
@@ -98,7 +88,7 @@ def test_the_command_of_a_release(version, tmp_path):
 
 
 def test_an_older_release_is_left_alone(tmp_path):
-    pip("install", "--target", tmp_path, "mlx-lm==0.31.3")
+    install(tmp_path, "--no-deps", "mlx-lm==0.31.3")
     code = "import mlx_lm, mlx_lm_mtp; print(mlx_lm_mtp.status()['reason'])"
     found = python("-c", code, PYTHONPATH=tmp_path)
     assert "mlx-lm 0.31.3 is not one" in found.stdout and found.stderr == ""
@@ -107,80 +97,30 @@ def test_an_older_release_is_left_alone(tmp_path):
 # Their own tests ---------------------------------------------------------------------
 
 TESTS = {
-    "tests.test_sample_utils": None,
-    "tests.test_prompt_cache": None,
-    "tests.test_models": "gemma",
+    "tests.test_sample_utils": "*",
+    "tests.test_prompt_cache": "*",
+    "tests.test_models": "*gemma*",
 }
-STAND_IN = "models--mlx-community--Qwen1.5-0.5B-Chat-4bit"
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """The source archive of a release, which holds its tests."""
-    root = tmp_path_factory.mktemp("release")
-    pip("download", "--no-binary", "mlx-lm", "-d", root, f"mlx-lm=={RELEASE}")
-    archive = next(root.glob("*.tar.gz"))
-    with tarfile.open(archive) as tar:
-        tar.extractall(root, filter="data")
-    folder = next(p for p in root.iterdir() if p.is_dir())
-    # The installed mlx-lm is tested, not the archive's.
+    """The tests of a release, which run on the installed mlx-lm."""
+    folder = unpack(LATEST, tmp_path_factory.mktemp("release"))
     shutil.rmtree(folder / "mlx_lm")
     return folder
 
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """A hub cache with a small random stand-in for the model that they download."""
-    root = tmp_path_factory.mktemp("hub")
-    snapshot = root / STAND_IN / "snapshots" / "stand-in"
-    snapshot.mkdir(parents=True)
-    (root / STAND_IN / "refs").mkdir()
-    (root / STAND_IN / "refs" / "main").write_text("stand-in")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(PAIRS / "e" / "target" / name, snapshot)
-    config = {
-        "model_type": "qwen2",
-        "hidden_size": 256,
-        "num_hidden_layers": 4,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-6,
-        "vocab_size": 2048,
-    }
-    (snapshot / "config.json").write_text(json.dumps(config))
-    mx.random.seed(0)
-    model = qwen2.Model(qwen2.ModelArgs.from_dict(config))
-    weights = dict(tree_flatten(model.parameters()))
-    mx.save_safetensors(str(snapshot / "model.safetensors"), weights)
-    return root
-
-
-def results(checkout, hub, module, pattern, **environment):
-    arguments = ["-m", "unittest", "-v", module]
-    if pattern:
-        arguments[2:2] = ["-k", pattern]
-    run = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=checkout,
-        capture_output=True,
-        text=True,
-        env=os.environ
-        | {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"}
-        | environment,
-    )
-    return dict(
-        re.findall(
-            r"^(test\w+ .*?) \.\.\. .*?(ok|FAIL|ERROR|skipped)", run.stderr, re.M | re.S
-        )
-    )
+    return make_hub(tmp_path_factory.mktemp("hub"))
 
 
 @pytest.mark.parametrize("module", TESTS)
 def test_mlx_lms_own_tests(checkout, hub, module):
-    arguments = checkout, hub, module, TESTS[module]
-    without = results(*arguments, MLX_LM_MTP_DISABLE="1")
-    assert results(*arguments) == without
+    arguments = checkout, hub, [module], TESTS[module]
+    without = outcomes(*arguments, MLX_LM_MTP_DISABLE="1")
+    assert outcomes(*arguments) == without
     assert len(without) > 5 and set(without.values()) <= {"ok", "skipped"}, without
 
 

@@ -31,12 +31,16 @@ class Drafting:
 class AssistantPath(str):
     """What ``--mtp-assistant`` named, with the options given beside it."""
 
+    quantize: Optional[int]
     options: dict[str, Any]
 
     @classmethod
-    def of(cls, path: str, **options: Any) -> "AssistantPath":
-        """A path with options of ``mtp_generate_step``."""
+    def of(
+        cls, path: str, quantize: Optional[int] = None, **options: Any
+    ) -> "AssistantPath":
+        """A path with the bits to quantise to, and options of ``mtp_generate_step``."""
         self = cls(path)
+        self.quantize = quantize
         self.options = options
         return self
 
@@ -48,7 +52,8 @@ class AssistantPath(str):
         """
         from ..pair import load_assistant
 
-        return Drafting(load_assistant(str(self), model), self.options)
+        drafter = load_assistant(str(self), model, self.quantize)
+        return Drafting(drafter, self.options)
 
 
 def refuse(reason: Any) -> NoReturn:
@@ -96,6 +101,8 @@ def add(
             then(parsed)
         elif parsed.mtp_verification is not None:
             refuse("--mtp-verification needs --mtp-assistant beside it")
+        elif parsed.mtp_quantize is not None:
+            refuse("--mtp-quantize needs --mtp-assistant beside it")
         elif parsed.num_draft_tokens is None:
             parsed.num_draft_tokens = default
         elif "--draft-model" not in known:
@@ -129,6 +136,13 @@ def _add_arguments(parser: argparse.ArgumentParser, number: bool) -> None:
         "'coupled' a seed gives the text it gives without the assistant. "
         "Default: block.",
     )
+    group.add_argument(
+        "--mtp-quantize",
+        type=int,
+        choices=(4, 8),
+        metavar="BITS",
+        help="Quantise the assistant to 4 or 8 bits on loading, its head too.",
+    )
     if number:
         group.add_argument(
             "--num-draft-tokens", type=int, help="Number of drafts per round."
@@ -151,9 +165,10 @@ def _checked(parsed: argparse.Namespace) -> AssistantPath:
             find_official(hidden_size_of(parsed.model))
     except MTPError as e:
         refuse(e)
-    if parsed.mtp_verification is None:
-        return AssistantPath.of(path)
-    return AssistantPath.of(path, verification=parsed.mtp_verification)
+    options = {}
+    if parsed.mtp_verification is not None:
+        options["verification"] = parsed.mtp_verification
+    return AssistantPath.of(path, parsed.mtp_quantize, **options)
 
 
 def _problem(parsed: argparse.Namespace) -> Optional[str]:

@@ -77,7 +77,7 @@ def _wrap_generate(original: Any) -> Any:
         if kwargs.get("verbose", args[3] if len(args) > 3 else False):
             print(stats.summary())
         if kwargs.get("num_draft_tokens") != 0 and not stats.drafted:
-            log.warning("MTP: the text ended before the assistant was used")
+            log.warning(stats.unused())
         return text
 
     return generate

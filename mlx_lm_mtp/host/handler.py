@@ -60,7 +60,7 @@ class Drafts(int):
         if self.stats.drafted:
             log.info(self.stats.summary())
         elif self.pinned != 0:
-            log.info("MTP: the text ended before the assistant was used")
+            log.info(self.stats.unused())
 
 
 def wrappers() -> dict[str, Wrap]:
