@@ -5,8 +5,8 @@ decoding of the rows whose prompts have been read.
 """
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Optional, cast
 
 import mlx.core as mx
@@ -17,12 +17,12 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from . import cache as kv
 from .compare import Compare
-from .decoding import Crew, Decoding
-from .depth import Pinned
+from .decoding import Crew, Decoding, Response
+from .depth import learnt
 from .flight import Flight, Parts, Row
 from .forward import is_lean
+from .generate import checked_number
 from .kinds import is_drafter
-from .law import is_greedy
 from .pair import check_pair
 from .ragged import Ragged
 from .residual import DRAFT_HEAT, make_rule
@@ -32,30 +32,90 @@ from .stats import MTPStats
 from .target import Target
 
 
-@dataclass
+@dataclass(frozen=True)
 class Wish:
     """What a sequence asks for beyond mlx-lm's own options."""
 
-    drafts: Optional[int] = None
-    seed: Optional[int] = None
-    stats: MTPStats = field(default_factory=MTPStats)
+    rule: Rule
+    drafts: Optional[int]
+    stats: MTPStats
+
+
+class Rules:
+    """Makes the rule of each sequence; greedy ones share theirs."""
+
+    def __init__(self, vocab_size: int, verification: str, draft_heat: float) -> None:
+        self._options = vocab_size, verification, draft_heat
+        self._greedy = make_rule(None, None, *self._options)
+        self._seeds: Optional[random.Random] = None
+
+    def make(self, sampler: Any, processors: Any, seed: Optional[int]) -> Rule:
+        """A rule with random numbers of its own."""
+        rule = make_rule(sampler, processors, *self._options)
+        if isinstance(rule, Compare) and rule.sampler is greedy_sampler:
+            return rule if processors else self._greedy
+        rule.seed(self._another_seed() if seed is None else seed)
+        return rule
+
+    def _another_seed(self) -> int:
+        if self._seeds is None:
+            drawn = mx.random.randint(0, 2**31 - 1, (2,))
+            self._seeds = random.Random(str(drawn.tolist()))
+        return self._seeds.getrandbits(64)
 
 
 class Prompts(PromptProcessingBatch):  # type: ignore[misc]
     """mlx-lm's prompt processing, which ends in our decoding."""
 
-    start: Callable[["Prompts", list[list[int]]], Decoding]
+    crew: Crew
+    wishes: dict[int, Wish]
 
     def _copy(self) -> "Prompts":
         copied = cast(Prompts, super()._copy())
-        copied.start = self.start
+        copied.crew, copied.wishes = self.crew, self.wishes
         return copied
 
+    def prompt(self, tokens: list[list[int]]) -> None:
+        """Process prompt tokens."""
+        self.crew.disturbed |= bool(tokens)
+        super().prompt(tokens)
+
     def generate(self, tokens: list[list[int]]) -> Decoding:
-        """Read the last token of every prompt, and begin to decode."""
-        if any(len(part) > 1 for part in tokens):
-            self.prompt([part[:-1] for part in tokens])
-        return self.start(self, [part[-1:] for part in tokens])
+        """Read the last token of every prompt, and begin to decode.
+
+        Args:
+            tokens: For each row the prompt's last token.
+        """
+        target, decoding = self.crew.target, Decoding(self.crew)
+        self.crew.disturbed = True
+        hidden = target.hidden(mx.array(tokens), self.prompt_cache)
+        logits = target.logits(hidden)
+        mx.eval(logits, [cache.state for cache in self.prompt_cache])
+        decoding.live = Ragged([self.extract_cache(i) for i in range(len(self.uids))])
+        decoding.rows = [self._row(decoding, i, tokens[i]) for i in range(len(tokens))]
+        parts = Parts(decoding.rows, 0)
+        for part in parts.parts:
+            part.rule.begin(0)
+        trials = parts.judge(logits)
+        flight = Flight(list(decoding.rows), parts, trials, hidden, 0, True)
+        mx.async_eval(flight.pending())
+        decoding.flights = [flight]
+        return decoding
+
+    def _row(self, decoding: Decoding, i: int, last: list[int]) -> Row:
+        tokens = self.tokens[i] + last
+        wish = self.wishes.pop(self.uids[i])
+        wish.rule.extend(mx.array(tokens, mx.int32))
+        return Row(
+            self.uids[i],
+            wish.rule,
+            decoding.live.spans[i],
+            tokens,
+            self.max_tokens[i],
+            self.stop_sequences[i].matcher(),
+            wish.drafts,
+            wish.stats,
+        )
 
 
 class MTPBatchGenerator(BatchGenerator):  # type: ignore[misc]
@@ -67,10 +127,12 @@ class MTPBatchGenerator(BatchGenerator):  # type: ignore[misc]
     Args:
         model: The target.
         drafter: A drafter that fits it.
-        num_draft_tokens: Drafts per round; 0 decodes without drafting.
+        num_draft_tokens: Drafts per round; 0 decodes without drafting. None learns the
+            number that is fastest here for so many sequences.
         verification: As for ``mtp_generate_step``.
         draft_heat: Likewise.
         draft_position: Likewise.
+        stats: Filled by sequences that bring no own.
         options: mlx-lm's own.
 
     Raises:
@@ -88,6 +150,7 @@ class MTPBatchGenerator(BatchGenerator):  # type: ignore[misc]
         verification: str = "block",
         draft_heat: float = DRAFT_HEAT,
         draft_position: int = 0,
+        stats: Optional[MTPStats] = None,
         **options: Any,
     ) -> None:
         target = Target(model)
@@ -97,26 +160,22 @@ class MTPBatchGenerator(BatchGenerator):  # type: ignore[misc]
                 "need a drafter as load_assistant returns it"
             )
         check_pair(drafter, target)
-        size = target.vocab_size
-
-        def rule(sampler: Any, processors: Any) -> Rule:
-            return make_rule(sampler, processors, size, verification, draft_heat)
-
-        rule(None, None)  # raises here what is wrong with the options
+        self._rules = Rules(target.vocab_size, verification, draft_heat)
+        pinned = checked_number(num_draft_tokens)
         super().__init__(model, **options)
-        depth = Pinned(3 if num_draft_tokens is None else num_draft_tokens)
-        greedy = Compare(greedy_sampler, (), size)
-        self._crew = Crew(
-            target, drafter, lambda rows: depth, greedy, draft_position, rule
-        )
+        self._stats = stats or MTPStats()
         self._wishes: dict[int, Wish] = {}
-        self._seeds: Optional[random.Random] = None
-        self._fresh = make_prompt_cache(model, self.max_kv_size)
         self._prompt_batch = Prompts.empty(
             self.model, self.sampler, prefill_step_size=self.prefill_step_size
         )
-        self._prompt_batch.start = self._start
-        self._generation_batch = Decoding(self._crew)
+        crew = Crew(
+            target,
+            drafter,
+            lambda rows: pinned or learnt(model, drafter, rows),
+            draft_position,
+        )
+        self._prompt_batch.crew, self._prompt_batch.wishes = crew, self._wishes
+        self._generation_batch = Decoding(crew)
 
     def insert(self, prompts: list[list[int]], *args: Any, **options: Any) -> list[int]:
         """Queue sequences whose prompts are in one piece; see ``insert_segments``."""
@@ -125,6 +184,9 @@ class MTPBatchGenerator(BatchGenerator):  # type: ignore[misc]
     def insert_segments(
         self,
         segments: list[list[list[int]]],
+        max_tokens: Optional[list[int]] = None,
+        caches: Optional[list[Optional[list[Any]]]] = None,
+        all_tokens: Optional[list[list[int]]] = None,
         *args: Any,
         num_draft_tokens: Optional[Sequence[Optional[int]]] = None,
         seeds: Optional[Sequence[Optional[int]]] = None,
@@ -133,8 +195,14 @@ class MTPBatchGenerator(BatchGenerator):  # type: ignore[misc]
     ) -> list[int]:
         """Queue sequences, as mlx-lm's method of this name.
 
+        Where a cache holds the whole prompt, the prompt is read again, as a window
+        that is full cannot give back its last token.
+
         Args:
             segments: Per sequence, its prompt in pieces.
+            max_tokens: How many tokens to generate.
+            caches: The target's caches, or None.
+            all_tokens: What these caches hold.
             args: mlx-lm's further arguments.
             num_draft_tokens: Per sequence, most drafts per round; 0 for none.
             seeds: Per sequence, the seed that draws what it would draw alone.
@@ -143,22 +211,38 @@ class MTPBatchGenerator(BatchGenerator):  # type: ignore[misc]
 
         Returns:
             A number for each sequence.
+
+        Raises:
+            ValueError: If an option cannot be honoured; nothing is queued then.
         """
         size = len(segments)
-        caches = options.get("caches", args[1] if len(args) > 1 else None)
-        for cache in caches or ():
+        held = [list(tokens) for tokens in all_tokens or [[]] * size]
+        caches = list(caches or [None] * size)
+        segments = [list(filter(None, pieces)) for pieces in segments]
+        for i, cache in enumerate(caches):
             if cache is not None:
-                kv.check(cache, self._fresh)
-        wishes = zip(
-            num_draft_tokens or [None] * size,
-            seeds or [None] * size,
-            stats or [MTPStats() for _ in range(size)],
-            strict=True,
+                kv.check(cache, self.fresh_cache())
+            if not segments[i] and held[i]:
+                segments[i], caches[i], held[i] = [held[i]], None, []
+        for num in num_draft_tokens or ():
+            checked_number(num)
+        uids: list[int] = super().insert_segments(
+            segments, max_tokens, caches, held, *args, **options
         )
-        uids: list[int] = super().insert_segments(segments, *args, **options)
-        for uid, wish in zip(uids, wishes, strict=True):
-            self._wishes[uid] = Wish(*wish)
+        # What was queued has the sampler and the processors that mlx-lm chose.
+        queued = list(self._unprocessed_sequences)[-size:]
+        for i, uid in enumerate(uids):
+            *_, sampler, processors, _ = queued[i]
+            self._wishes[uid] = Wish(
+                self._rules.make(sampler, processors, seeds[i] if seeds else None),
+                num_draft_tokens[i] if num_draft_tokens else None,
+                stats[i] if stats else self._stats,
+            )
         return uids
+
+    def fresh_cache(self) -> list[Any]:
+        """An empty cache of the target."""
+        return cast(list[Any], make_prompt_cache(self.model, self.max_kv_size))
 
     def remove(self, uids: list[int], return_prompt_caches: bool = False) -> Any:
         """Forget sequences, as mlx-lm's method of this name."""
@@ -166,50 +250,10 @@ class MTPBatchGenerator(BatchGenerator):  # type: ignore[misc]
             self._wishes.pop(uid, None)
         return super().remove(uids, return_prompt_caches)
 
-    def _start(self, prompts: Prompts, last: list[list[int]]) -> Decoding:
-        """Read the last prompt tokens and let their rows fly."""
-        target = self._crew.target
-        hidden = target.hidden(mx.array(last), prompts.prompt_cache)
-        logits = target.logits(hidden)
-        mx.eval(logits, [c.state for c in prompts.prompt_cache])
-        decoding = Decoding(self._crew)
-        size = len(prompts.uids)
-        decoding.live = Ragged([prompts.extract_cache(i) for i in range(size)])
-        for i, uid in enumerate(prompts.uids):
-            tokens = prompts.tokens[i] + last[i]
-            wish = self._wishes.pop(uid)
-            rule = self._rule(prompts.samplers[i], prompts.logits_processors[i], wish)
-            rule.extend(mx.array(tokens, mx.int32))
-            decoding.rows.append(
-                Row(
-                    uid,
-                    rule,
-                    decoding.live.spans[i],
-                    tokens,
-                    prompts.max_tokens[i],
-                    prompts.stop_sequences[i].matcher(),
-                    wish.drafts,
-                    wish.stats,
-                )
-            )
-        parts = Parts(decoding.rows, 0)
-        for part in parts.parts:
-            part.rule.begin(0)
-        trials = parts.judge(logits)
-        flight = Flight(list(decoding.rows), parts, trials, hidden, 0, True)
-        mx.async_eval(flight.pending())
-        decoding.flights = [flight]
-        return decoding
-
-    def _rule(self, sampler: Any, processors: Any, wish: Wish) -> Rule:
-        if is_greedy(sampler) and not processors:
-            return self._crew.greedy
-        rule = self._crew.rule(sampler, processors)
-        rule.seed(self._another_seed() if wish.seed is None else wish.seed)
-        return rule
-
-    def _another_seed(self) -> int:
-        if self._seeds is None:
-            drawn = mx.random.randint(0, 2**31 - 1, (2,))
-            self._seeds = random.Random(str(drawn.tolist()))
-        return self._seeds.getrandbits(64)
+    def next_generated(self) -> list[Response]:
+        """As mlx-lm's; raises where ``next`` would tell of a sequence's error."""
+        responses: list[Response] = super().next_generated()
+        for response in responses:
+            if response.error is not None:
+                raise response.error
+        return responses

@@ -18,12 +18,11 @@ from .forward import draft_step, verify_forward
 from .propose import propose
 from .ragged import Ragged
 from .rounds import Seed
-from .rule import Decision, Rule
+from .rule import Decision
 from .target import Target
 
 # As in ``loop``: above this many bytes a copy of a buffer costs more than to wait.
 COPIED = 32 << 20
-ANY = 1 << 30
 
 
 @dataclass
@@ -34,16 +33,23 @@ class Response(GenerationBatch.Response):  # type: ignore[misc]
     error: Optional[Exception] = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Crew:
-    """What all rows share."""
+    """What all rows share.
+
+    Attributes:
+        target: The target.
+        drafter: Its drafter.
+        depth: Chooses the drafts of a round of so many rows.
+        position: Shift of the drafter's RoPE position; see ``draft_step``.
+        disturbed: Whether the device did something else since a round landed.
+    """
 
     target: Target
     drafter: Any
-    depth: Callable[[int], Depth]  # by the number of rows
-    greedy: Rule
-    position: int  # of the drafter's queries, from the seed token's slot
-    rule: Callable[[Any, Any], Rule]
+    depth: Callable[[int], Depth]
+    position: int
+    disturbed: bool = False
 
 
 class Decoding:
@@ -101,6 +107,7 @@ class Decoding:
         """
         if not self.rows:
             return []
+        self._clock.back()
         landing = self.flights
         ahead = all(
             flight.parts.ahead and flight.verdict() is not None for flight in landing
@@ -110,7 +117,9 @@ class Decoding:
         if following is None:
             following = self._launch(self._seed(landing, ahead))
         self.flights = [following]
-        return self._respond(decisions)
+        responses = self._respond(decisions)
+        self._clock.leave()
+        return responses
 
     def _seed(self, landing: list[Flight], ahead: bool) -> Seed:
         seeds = [flight.seed(ahead) for flight in landing]
@@ -144,7 +153,9 @@ class Decoding:
 
     def _land(self, landing: list[Flight]) -> dict[Row, Decision]:
         """Read what became of the rounds, and learn from it."""
+        self._clock.wait()
         mx.eval([a for flight in landing for a in flight.pending()])
+        seconds = self._clock.landed()
         found: dict[Row, Decision] = {}
         for flight in landing:
             decisions = flight.decisions()
@@ -152,7 +163,21 @@ class Decoding:
                 _take(row, decision, flight)
             found.update(decisions)
         self.live.settle()
+        if seconds is not None and not self.crew.disturbed and len(landing) == 1:
+            self._learn(landing[0], found, seconds)
+        self.crew.disturbed = False
         return found
+
+    def _learn(
+        self, flight: Flight, decisions: dict[Row, Decision], seconds: float
+    ) -> None:
+        accepted = [
+            decision.accepted
+            for row, decision in decisions.items()
+            if row.drafts(flight.drafts) == flight.drafts
+        ]
+        depth = self.crew.depth(len(flight.rows))
+        depth.learn_rows(flight.drafts, accepted, seconds)
 
     def _respond(self, decisions: dict[Row, Decision]) -> list[Response]:
         responses: list[Response] = []
@@ -200,8 +225,15 @@ def _told(row: Row, decision: Decision) -> list[Response]:
         if reason:
             return told
     if decision.error is not None:
-        nothing = mx.zeros(16)
-        told.append(
-            Response(row.uid, 0, nothing, "error", None, None, error=decision.error)
-        )
+        told.append(failed(row.uid, decision.error))
     return told
+
+
+def failed(
+    uid: int,
+    error: Exception,
+    cache: Optional[list[Any]] = None,
+    tokens: Optional[list[int]] = None,
+) -> Response:
+    """The last response of a sequence that failed."""
+    return Response(uid, 0, mx.zeros(16), "error", cache, tokens, error=error)

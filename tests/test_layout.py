@@ -30,7 +30,6 @@ ORDER = [
     "residual",
     "loop",
     "generate",
-    "serial",
     "flight",
     "decoding",
     "batch",
