@@ -32,7 +32,8 @@ class Buffers:
         keys: For each layer [B, heads, slots, head size].
         values: Likewise.
         offset: [B] int32, how many tokens a row holds.
-        base: The position of the first slot in layers with a window; 0 elsewhere.
+        base: The position of the first slot in layers with a window, one number or
+            [B, 1, 1, 1]; 0 elsewhere.
         exact: How many tokens are held, if the host knows.
     """
 
@@ -52,9 +53,8 @@ class Buffers:
     def slots(self, windowed: bool, size: int) -> mx.array:
         """Where the next ``size`` tokens go, [B, 1, L, 1]; made once for all layers."""
         if windowed not in self._slots:
-            slots = self.offset[:, None] + mx.arange(size)
-            slots = slots - self.base if windowed else slots
-            self._slots[windowed] = slots[:, None, :, None]
+            slots = (self.offset[:, None] + mx.arange(size))[:, None, :, None]
+            self._slots[windowed] = slots - self.base if windowed else slots
         return self._slots[windowed]
 
     def seen(self, i: int, last: mx.array) -> mx.array:

@@ -86,7 +86,7 @@ class Live:
             cache.max_size if isinstance(cache, RotatingKVCache) else None
             for cache in caches
         )
-        taken = [_take(cache) for cache in caches]
+        taken = [take(cache) for cache in caches]
         held = [keys.shape[2] for (keys, _), w in zip(taken, windows, strict=True) if w]
         self.buffers = Buffers(
             windows,
@@ -186,7 +186,7 @@ class Live:
             cache._idx = cache.keys.shape[2]
 
 
-def _take(cache: Any) -> tuple[mx.array, mx.array]:
+def take(cache: Any) -> tuple[mx.array, mx.array]:
     """Take the entries that hold tokens, in order, out of one of mlx-lm's caches."""
     keys, values = cache.keys, cache.values
     cache.keys = cache.values = None

@@ -21,7 +21,7 @@ from .law import (
 from .propose import Drawn
 from .rounds import Draft
 from .rule import Decision, Rule, Trial, numbers, pick
-from .tape import RandomTape
+from .tape import RandomTape, random_state, seed_of
 
 
 class Compare(Rule):
@@ -42,15 +42,27 @@ class Compare(Rule):
         greedy = is_greedy(sampler)
         self._random = None if greedy or not is_mlx_lm(sampler) else RandomTape()
         self._walks = not (self.pure and (greedy or self._random))
+        self._seed: Optional[int] = None  # the generator's state if it is shared
+        self._drawn = 0
+
+    def seed(self, seed: int) -> None:
+        self._seed = seed
+        if self._random:
+            row = mx.zeros((1, self.vocab_size))
+            self._random.start(seed, lambda: self.sampler(row))
 
     def begin(self, num: int) -> None:
         super().begin(num)
+        self._drawn = 0
         if self._random:
             self._random.rewind()
 
     def draw(self, ids: Optional[mx.array], logits: mx.array) -> Drawn:
         ids, logits = self._processed(ids, logits, dense=self._random is not None)
         if self._random:
+            if self._seed is not None:
+                self._random.turn_to(self._drawn)
+                self._drawn += 1
             token = self.sampler(normalise(logits))
         else:
             token = pick(mx.argmax(logits, axis=-1), ids)
@@ -92,6 +104,10 @@ class Compare(Rule):
         rows: list[mx.array] = []
         history = self.history
         error = None
+        if self._random:
+            self._random.rewind()
+        elif self._seed is not None:
+            mx.random.seed(self._seed)
         for i in range(logits.shape[1]):
             try:
                 row = normalise(process(self.processors, history, logits[:, i]))
@@ -108,4 +124,6 @@ class Compare(Rule):
             history = self._after(history, mx.array(tokens[-1:]))
         if self._random:
             self._random.cut(len(tokens))
+        elif self._seed is not None:
+            self._seed = seed_of(random_state())
         return Decision(tokens, mx.concatenate(rows or [logits[0, :0]]), error)

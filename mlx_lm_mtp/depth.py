@@ -35,6 +35,9 @@ class Depth(Protocol):
     def learn(self, drafts: int, accepted: int, seconds: float) -> None:
         """Hear what a round cost and how many of its drafts stood."""
 
+    def learn_rows(self, drafts: int, accepted: Sequence[int], seconds: float) -> None:
+        """Likewise for a round of several rows."""
+
 
 class Pinned:
     """Always the same number."""
@@ -46,6 +49,9 @@ class Pinned:
         return min(self._drafts, limit)
 
     def learn(self, drafts: int, accepted: int, seconds: float) -> None:
+        pass
+
+    def learn_rows(self, drafts: int, accepted: Sequence[int], seconds: float) -> None:
         pass
 
 
@@ -92,12 +98,18 @@ class Adaptive:
         return best
 
     def learn(self, drafts: int, accepted: int, seconds: float) -> None:
-        if drafts > MAX_DRAFTS or seconds <= 0:
+        self.learn_rows(drafts, [accepted], seconds)
+
+    def learn_rows(self, drafts: int, accepted: Sequence[int], seconds: float) -> None:
+        """Hear what a round of several rows cost, and what each row accepted."""
+        if drafts > MAX_DRAFTS or seconds <= 0 or not accepted:
             return
         self.costs[drafts].add(seconds)
-        self._pay(drafts, accepted)
-        for i in range(min(accepted + 1, drafts)):
-            self.positions[i].add(accepted > i)
+        self._pay(drafts, sum(accepted) / len(accepted))
+        for i in range(drafts):
+            reached = [a > i for a in accepted if a >= i]
+            if reached:
+                self.positions[i].add(sum(reached) / len(reached))
 
     def best(self, limit: int = MAX_DRAFTS) -> int:
         """The depth that earns most by what is known."""
@@ -138,7 +150,7 @@ class Adaptive:
         cost = self.costs[drafts].hope(self.costs[0].value)
         return expected_tokens(shares, drafts) / cost
 
-    def _pay(self, drafts: int, accepted: int) -> None:
+    def _pay(self, drafts: int, accepted: float) -> None:
         """Book a round against what the best known depth would have earned.
 
         Its usual time counts: what once compiled kernels says nothing of the depth.
@@ -160,8 +172,8 @@ class Position:
         self.accepted = self.seen = 0.0
         self.age = 0  # rounds since it was last observed
 
-    def add(self, accepted: bool) -> None:
-        """Observe it once."""
+    def add(self, accepted: float) -> None:
+        """Observe it once: whether it was accepted, or by which share of rows."""
         weight = MEMORY * FADING**self.age
         self.accepted = weight * self.accepted + accepted
         self.seen = weight * self.seen + 1
@@ -206,14 +218,35 @@ class Cost:
         return self.value * (1 - 0.2 * (1 - FADING ** (self.age / 4)))
 
 
-_learnt: dict[tuple[int, int], Adaptive] = {}
+class Adaptives(dict[int, Adaptive]):
+    """What was learnt about a pair: costs by rows, and one acceptance for all.
+
+    Rows are counted in powers of two; a sequence decoded alone is in place 0.
+    """
+
+    def of(self, rows: int) -> Adaptive:
+        """What was learnt in rounds of about so many rows."""
+        place = 1 << (rows - 1).bit_length() if rows else 0
+        if place not in self:
+            self[place] = Adaptive()
+            self[place].positions = self.setdefault(0, Adaptive()).positions
+        return self[place]
 
 
-def learnt(model: Any, drafter: Any) -> Adaptive:
-    """What was learnt about a pair in this process, for as long as both live."""
+_learnt: dict[tuple[int, int], Adaptives] = {}
+
+
+def learnt(model: Any, drafter: Any, rows: int = 0) -> Adaptive:
+    """What was learnt about a pair in this process, for as long as both live.
+
+    Args:
+        model: The target.
+        drafter: The drafter.
+        rows: Rows of a batch; 0 for a sequence decoded alone.
+    """
     key = id(model), id(drafter)
     if key not in _learnt:
-        _learnt[key] = Adaptive()
+        _learnt[key] = Adaptives()
         for part in (model, drafter):
             weakref.finalize(part, _learnt.pop, key, None)
-    return _learnt[key]
+    return _learnt[key].of(rows)

@@ -6,16 +6,25 @@ the host as long as Python takes to build one.)
 """
 
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any, Optional, Protocol
 
 import mlx.core as mx
 
-from .cache import Live
+from .buffers import Buffers
 from .target import Target
 
 # Token [B] and hidden state [B, 1, H] to the next hidden state [B, 1, H], candidate
 # ids [B, C] or None, and their logits [B, C] or [B, V].
 Step = Callable[[mx.array, mx.array], tuple[mx.array, Optional[mx.array], mx.array]]
+
+
+class Live(Protocol):
+    """The target's K/V while rounds run: ``cache.Live``, or ``ragged.Ragged``."""
+
+    buffers: Buffers
+
+    def reserve(self, size: int) -> None:
+        """Make room for a write of ``size`` tokens."""
 
 
 def is_lean(drafter: Any) -> bool:

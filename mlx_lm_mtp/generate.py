@@ -90,7 +90,7 @@ def mtp_generate_step(
             f"kv_bits is {kv_bits}, but mlx-lm cannot quantise the sliding-window "
             "caches of Gemma 4: leave it out"
         )
-    pinned = _checked_number(num_draft_tokens)
+    pinned = checked_number(num_draft_tokens)
     target = Target(model)
     if is_drafter(draft_model):
         check_pair(draft_model, target)
@@ -134,7 +134,12 @@ def _on(
                 settle()
 
 
-def _checked_number(num_draft_tokens: Optional[int]) -> Optional[Depth]:
+def checked_number(num_draft_tokens: Optional[int]) -> Optional[Depth]:
+    """The depth that a user pinned, None for an adaptive one.
+
+    Raises:
+        MTPError: If it is no number of drafts.
+    """
     if num_draft_tokens is None:
         return None
     if isinstance(num_draft_tokens, SupportsIndex) and index(num_draft_tokens) >= 0:

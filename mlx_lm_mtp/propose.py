@@ -38,6 +38,11 @@ def propose(step: Step, seed: Seed, num: int, draw: Draw) -> Draft:
         hidden, ids, logits = step(token, hidden)
         drawn.append(draw(ids, logits))
         token = drawn[-1].token
+    return joined(drawn)
+
+
+def joined(drawn: list[Drawn]) -> Draft:
+    """The draft of tokens drawn one after another."""
     return Draft(
         mx.stack([d.token for d in drawn], axis=1),
         _stack([d.logprobs for d in drawn]),

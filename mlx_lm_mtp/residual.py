@@ -80,11 +80,14 @@ class Residual(Rule):
         self._verify = {"block": verify.block, "token": verify.token}[verification]
         self._key: Optional[mx.array] = None
 
+    def seed(self, seed: int) -> None:
+        self._key = _first_key(mx.random.split(mx.random.key(seed))[1])
+
     def begin(self, num: int) -> None:
         super().begin(num)
         if self._key is None:
             # mlx-lm's generator starts the run's own keys, so its seed reproduces it.
-            self._key = mx.random.randint(0, 2**31 - 1, (2,), mx.uint32)
+            self._key = _first_key()
         keys = mx.random.split(self._key, 5)
         self._key, noise, self._uniform_key, self._gumbel_key, coin_key = keys
         self._noise = iter(mx.random.split(noise, max(num, 1)))
@@ -120,3 +123,7 @@ class Residual(Rule):
             mx.random.gumbel((batch, vocab_size), key=self._gumbel_key),
         )
         return Trial(draft, logprobs, verdict)
+
+
+def _first_key(key: Optional[mx.array] = None) -> mx.array:
+    return mx.random.randint(0, 2**31 - 1, (2,), mx.uint32, key=key)

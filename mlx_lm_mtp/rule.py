@@ -58,6 +58,12 @@ class Rule:
         """Add prompt tokens or emitted tokens [n] to the history."""
         self.history = self._after(self.history, tokens)
 
+    def seed(self, seed: int) -> None:
+        """Draw what ``mx.random.seed`` with this seed would make it draw alone.
+
+        Other rules may then use MLX's generator between the calls of this one.
+        """
+
     def begin(self, num: int) -> None:
         """Start a round of ``num`` drafts."""
         self._path = self.history

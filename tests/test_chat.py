@@ -98,7 +98,6 @@ def test_benchmark_reports_what_the_assistant_did():
 
 
 MISTAKES = {
-    "a batch": ("benchmark", ["-b", "2"], "--batch-size is 2"),
     "no such rule": ("chat", ["--mtp-verification", "x"], "'x'"),
     "another size": ("chat", assistant("moe"), "does not fit"),
 }

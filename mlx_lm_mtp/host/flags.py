@@ -186,11 +186,6 @@ def _problem(parsed: argparse.Namespace) -> Optional[str]:
             "--kv-bits does not go with --mtp-assistant: mlx-lm cannot quantise the "
             "sliding-window caches of Gemma 4"
         )
-    if getattr(parsed, "batch_size", 1) > 1:
-        return (
-            f"--batch-size is {parsed.batch_size}, but --mtp-assistant decodes one "
-            "sequence at a time: give --batch-size 1"
-        )
     if mx.distributed.init().size() > 1:
         return "--mtp-assistant runs on one machine: start it without mlx.launch"
     return None

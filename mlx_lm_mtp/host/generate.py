@@ -2,6 +2,7 @@
 
 import logging
 import weakref
+from types import FunctionType
 from typing import Any, Optional
 
 from ..kinds import is_drafter
@@ -21,6 +22,7 @@ def wrappers() -> dict[str, Wrap]:
         "speculative_generate_step": _wrap_step,
         "stream_generate": _wrap_stream,
         "generate": _wrap_generate,
+        "batch_generate": _wrap_batch_generate,
         "load": _wrap_load,
         "setup_arg_parser": _wrap_parser,
         "main": flags.wrap_main,
@@ -81,6 +83,42 @@ def _wrap_generate(original: Any) -> Any:
         return text
 
     return generate
+
+
+def _wrap_batch_generate(original: Any) -> Any:
+    def batch_generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+        drafting = _drafting(kwargs.get("draft_model"))
+        if drafting is None:
+            return original(model, *args, **kwargs)
+        from ..batch import MTPBatchGenerator
+        from ..stats import MTPStats
+
+        drafter = drafting.drafter
+        options = {"stats": MTPStats(), **drafting.options}
+        del kwargs["draft_model"]
+
+        def make(model: Any, **theirs: Any) -> Any:
+            return MTPBatchGenerator(model, drafter, **{**options, **theirs})
+
+        response = _with_names(original, BatchGenerator=make)(model, *args, **kwargs)
+        if kwargs.get("verbose", args[4] if len(args) > 4 else False):
+            print(kwargs.get("stats", options["stats"]).summary())
+        return response
+
+    return batch_generate
+
+
+def _with_names(function: Any, **names: Any) -> Any:
+    """The same function, which sees other values of these global names."""
+    changed = FunctionType(
+        function.__code__,
+        {**function.__globals__, **names},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    changed.__kwdefaults__ = function.__kwdefaults__
+    return changed
 
 
 def _wrap_load(original: Any) -> Any:

@@ -21,7 +21,7 @@ MODELS_PATH = os.path.join(os.path.dirname(os.path.dirname(__file__)), "models")
 HOMES = {
     "mlx_lm.generate": ".generate",
     "mlx_lm.chat": ".talk",
-    "mlx_lm.benchmark": ".talk",
+    "mlx_lm.benchmark": ".benchmark",
     "mlx_lm.server": ".server",
 }
 # Its names are bound by value in mlx-lm's other modules; those of the others are not.

@@ -198,10 +198,10 @@ def _wrap_batch_generator(original: Any) -> Any:
         drafting = getattr(models, "draft_model", None)
         if not isinstance(drafting, Drafting) or models.model is not model:
             return original(model, **options)
-        from ..serial import SerialGenerator
+        from ..batch import MTPBatchGenerator
 
         options.update(drafting.options)
-        return Serving(SerialGenerator(model, drafting.drafter, **options))
+        return Serving(MTPBatchGenerator(model, drafting.drafter, **options))
 
     return make_batch_generator
 
@@ -215,43 +215,63 @@ class Serving:
     def __init__(self, generator: Any) -> None:
         self.generator = generator
         self.drafts: dict[int, Drafts] = {}
+        self.refused: dict[int, Exception] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.generator, name)
 
     def insert_segments(self, *, logits_processors: Any, **options: Any) -> list[int]:
-        """As mlx-lm's, for processors that carry their request's drafts."""
-        drafts = [Drafts.of(p.drafts) for p in logits_processors]
-        uids: list[int] = self.generator.insert_segments(
-            logits_processors=logits_processors,
-            num_draft_tokens=[d.pinned for d in drafts],
-            stats=[d.stats for d in drafts],
-            **options,
-        )
-        for uid, request in zip(uids, drafts, strict=True):
-            request.served = True
-            self.drafts[uid] = request
-        return uids
+        """As mlx-lm's, for one request whose processors carry its drafts.
+
+        What cannot be honoured is told by ``next``.
+        """
+        [request] = [Drafts.of(p.drafts) for p in logits_processors]
+        request.served = True
+        try:
+            [uid] = self.generator.insert_segments(
+                logits_processors=logits_processors,
+                num_draft_tokens=[request.pinned],
+                stats=[request.stats],
+                **options,
+            )
+        except ValueError as e:
+            uid = -1 - len(self.refused)
+            self.refused[uid] = e
+        self.drafts[uid] = request
+        return [uid]
 
     def next(self) -> tuple[list[Any], list[Any]]:
         """As mlx-lm's; an error goes to the request's client."""
-        from ..serial import Progress
+        from mlx_lm.generate import PromptProcessingBatch
 
         told, responses = self.generator.next()
+        responses = [*self._refusals(), *responses]
         for response in responses:
             drafts = self.drafts[response.uid]
             drafts.accepted += response.from_draft
             if response.error is not None:
                 # mlx-lm puts a progress on the request's queue as it is, and raises
                 # what is an exception there. The rest of the response ends it.
-                told.append(Progress(response.uid, response.error, False, False))
+                told.append(
+                    PromptProcessingBatch.Response(
+                        response.uid, response.error, False, False
+                    )
+                )
                 response.finish_reason = "stop"
             if response.finish_reason is not None:
                 self.drafts.pop(response.uid).report()
         return told, responses
 
+    def _refusals(self) -> list[Any]:
+        from ..decoding import failed
+
+        refused, self.refused = self.refused, {}
+        fresh = self.generator.fresh_cache
+        return [failed(uid, error, fresh(), []) for uid, error in refused.items()]
+
     def remove(self, uids: list[int]) -> None:
         """As mlx-lm's."""
         for uid in uids:
             self.drafts.pop(uid, None)
+            self.refused.pop(uid, None)
         self.generator.remove(uids)

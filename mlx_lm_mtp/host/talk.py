@@ -1,4 +1,4 @@
-"""``mlx_lm.chat`` and ``mlx_lm.benchmark``, which know no draft models.
+"""``mlx_lm.chat``, which knows no draft models, nor does ``mlx_lm.benchmark``.
 
 Their ``main`` parses, loads one model and calls ``stream_generate``. One ``Companion``
 per command brings the drafter along.
@@ -14,13 +14,7 @@ from .patch import Wrap
 
 def wrappers() -> dict[str, Wrap]:
     """What takes the place of each name."""
-    companion = Companion()
-    return {
-        "setup_arg_parser": companion.wrap_parser,
-        "load": companion.wrap_load,
-        "stream_generate": companion.wrap_stream,
-        "main": companion.wrap_main,
-    }
+    return Companion().wrappers()
 
 
 class Companion:
@@ -34,6 +28,15 @@ class Companion:
         self.number: Optional[int] = None
         self.drafting: Optional[Drafting] = None
         self.stats = MTPStats()
+
+    def wrappers(self) -> dict[str, Wrap]:
+        """What takes the place of each name."""
+        return {
+            "setup_arg_parser": self.wrap_parser,
+            "load": self.wrap_load,
+            "stream_generate": self.wrap_stream,
+            "main": self.wrap_main,
+        }
 
     def wrap_main(self, original: Any) -> Any:
         """Begin without a drafter, end with what it did."""
@@ -74,10 +77,10 @@ class Companion:
     def wrap_stream(self, original: Any) -> Any:
         """The drafter as a draft model."""
 
-        def stream_generate(*args: Any, **kwargs: Any) -> Any:
+        def with_drafter(*args: Any, **kwargs: Any) -> Any:
             if self.drafting is not None:
                 kwargs["draft_model"] = self.drafting
                 kwargs["num_draft_tokens"] = self.number
             return original(*args, **kwargs)
 
-        return stream_generate
+        return with_drafter

@@ -1,0 +1,239 @@
+"""The rows of a batch that are being decoded.
+
+Every row keeps what its own drafts earned, so a round may bring several tokens of a
+row, handed out in order. Rows join and leave between rounds.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import mlx.core as mx
+from mlx_lm.generate import GenerationBatch
+
+from .clock import Clock
+from .depth import Depth
+from .flight import Flight, Parts, Row
+from .forward import draft_step, verify_forward
+from .propose import propose
+from .ragged import Ragged
+from .rounds import Seed
+from .rule import Decision
+from .target import Target
+
+# As in ``loop``: above this many bytes a copy of a buffer costs more than to wait.
+COPIED = 32 << 20
+
+
+@dataclass
+class Response(GenerationBatch.Response):  # type: ignore[misc]
+    """One token of one sequence, or why the sequence failed."""
+
+    from_draft: bool = False
+    error: Optional[Exception] = None
+
+
+@dataclass
+class Crew:
+    """What all rows share.
+
+    Attributes:
+        target: The target.
+        drafter: Its drafter.
+        depth: Chooses the drafts of a round of so many rows.
+        position: Shift of the drafter's RoPE position; see ``draft_step``.
+        disturbed: Whether the device did something else since a round landed.
+    """
+
+    target: Target
+    drafter: Any
+    depth: Callable[[int], Depth]
+    position: int
+    disturbed: bool = False
+
+
+class Decoding:
+    """The rows that are being decoded; takes the place of ``GenerationBatch``."""
+
+    def __init__(self, crew: Crew) -> None:
+        self.crew = crew
+        self.rows: list[Row] = []
+        self.live = Ragged()
+        self.flights: list[Flight] = []
+        self._clock = Clock()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def uids(self) -> list[int]:
+        """The rows' numbers."""
+        return [row.uid for row in self.rows]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """What each row's cache holds."""
+        return [row.tokens for row in self.rows]
+
+    @property
+    def prompt_cache(self) -> list[Any]:
+        """What holds the K/V, to be asked for its bytes."""
+        return [self.live] if self.rows else []
+
+    def extract_cache(self, place: int) -> list[Any]:
+        """A copy of a row's K/V in mlx-lm's caches."""
+        return self.live.extract(place, self.rows[place].held)
+
+    def extend(self, other: "Decoding") -> None:
+        """Let the rows of another join."""
+        self.rows += other.rows
+        self.live.extend(other.live)
+        self.flights += other.flights
+
+    def filter(self, keep: list[int]) -> None:
+        """Keep the rows at these places."""
+        kept = [self.rows[place] for place in keep]
+        for row in self.rows:
+            row.gone = row not in kept
+        self.rows = kept
+        self.live.filter(keep)
+        self.flights = [flight for flight in self.flights if flight.staying]
+
+    def next(self) -> list[Response]:
+        """Land what flies, after the next round was launched where that is possible.
+
+        Returns:
+            The tokens of every row, in order.
+        """
+        if not self.rows:
+            return []
+        self._clock.back()
+        landing = self.flights
+        ahead = all(
+            flight.parts.ahead and flight.verdict() is not None for flight in landing
+        )
+        following = self._launch(self._seed(landing, ahead)) if ahead else None
+        decisions = self._land(landing)
+        if following is None:
+            following = self._launch(self._seed(landing, ahead))
+        self.flights = [following]
+        responses = self._respond(decisions)
+        self._clock.leave()
+        return responses
+
+    def _seed(self, landing: list[Flight], ahead: bool) -> Seed:
+        seeds = [flight.seed(ahead) for flight in landing]
+        if len(seeds) == 1:
+            return seeds[0]
+        return Seed(
+            mx.concatenate([seed.token for seed in seeds]),
+            mx.concatenate([seed.hidden for seed in seeds]),
+        )
+
+    def _launch(self, seed: Seed) -> Flight:
+        crew, live = self.crew, self.live
+        most = max(row.drafts(row.left - 1) for row in self.rows)
+        num = crew.depth(len(self.rows)).choose(most)
+        parts = Parts(self.rows, num)
+        tokens = seed.token[:, None]
+        for part in parts.parts:
+            part.rule.begin(num)
+        if num:
+            step = draft_step(crew.target, crew.drafter, live, crew.position)
+            draft = propose(step, seed, num, parts.draw)
+            tokens = mx.concatenate([tokens, draft.tokens], axis=1)
+        hidden, logits = verify_forward(crew.target, live, tokens)
+        flight = Flight(list(self.rows), parts, parts.judge(logits), hidden, num)
+        verdict = flight.verdict()
+        live.wrote(1 + num, verdict.accepted if verdict else None)
+        if num and live.largest > COPIED:
+            mx.eval(flight.drawn())
+        mx.async_eval(flight.pending())
+        return flight
+
+    def _land(self, landing: list[Flight]) -> dict[Row, Decision]:
+        """Read what became of the rounds, and learn from it."""
+        self._clock.wait()
+        mx.eval([a for flight in landing for a in flight.pending()])
+        seconds = self._clock.landed()
+        found: dict[Row, Decision] = {}
+        for flight in landing:
+            decisions = flight.decisions()
+            for row, decision in decisions.items():
+                _take(row, decision, flight)
+            found.update(decisions)
+        self.live.settle()
+        if seconds is not None and not self.crew.disturbed and len(landing) == 1:
+            self._learn(landing[0], found, seconds)
+        self.crew.disturbed = False
+        return found
+
+    def _learn(
+        self, flight: Flight, decisions: dict[Row, Decision], seconds: float
+    ) -> None:
+        accepted = [
+            decision.accepted
+            for row, decision in decisions.items()
+            if row.drafts(flight.drafts) == flight.drafts
+        ]
+        depth = self.crew.depth(len(flight.rows))
+        depth.learn_rows(flight.drafts, accepted, seconds)
+
+    def _respond(self, decisions: dict[Row, Decision]) -> list[Response]:
+        responses: list[Response] = []
+        keep = []
+        for place, row in enumerate(self.rows):
+            told = _told(row, decisions[row])
+            if told[-1].finish_reason is None:
+                keep.append(place)
+            else:
+                told[-1].prompt_cache = self.extract_cache(place)
+                told[-1].all_tokens = row.tokens
+            responses += told
+        if len(keep) < len(self.rows):
+            self.filter(keep)
+        return responses
+
+
+def _take(row: Row, decision: Decision, flight: Flight) -> None:
+    """Move a row on by what its round decided."""
+    tokens, accepted = decision.tokens, decision.accepted
+    row.rule.extend(mx.array(tokens, mx.int32))
+    # After an error the row leaves; until then any token does.
+    row.seed = (tokens or [0])[-1], max(len(tokens) - 1, 0)
+    if flight.reads_prompt:
+        return
+    row.span.landed(accepted)
+    drafted = row.drafts(flight.drafts)
+    shown = min(len(tokens), row.left)
+    row.stats.add(min(drafted, row.left), min(accepted, row.left), shown)
+
+
+def _told(row: Row, decision: Decision) -> list[Response]:
+    """A row's tokens up to its end."""
+    told: list[Response] = []
+    for i, token in enumerate(decision.tokens):
+        row.tokens.append(token)
+        row.held += 1
+        row.left -= 1
+        reason = None if row.left else "length"
+        if row.matcher.advance(token):
+            reason = "stop"
+        drafted = i < decision.accepted
+        logprobs = decision.logprobs[i]
+        told.append(Response(row.uid, token, logprobs, reason, None, None, drafted))
+        if reason:
+            return told
+    if decision.error is not None:
+        told.append(failed(row.uid, decision.error))
+    return told
+
+
+def failed(
+    uid: int,
+    error: Exception,
+    cache: Optional[list[Any]] = None,
+    tokens: Optional[list[int]] = None,
+) -> Response:
+    """The last response of a sequence that failed."""
+    return Response(uid, 0, mx.zeros(16), "error", cache, tokens, error=error)
