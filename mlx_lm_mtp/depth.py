@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 MAX_DRAFTS = 8
 PURSE = 0.0075  # of the time may go into depths that are not the best known
-START = 10.0  # plain steps that a new purse holds
+START = 6.0  # plain steps that a new purse holds
+FULL = 10.0  # and no purse more, so that a lucky streak is not saved up for ever
 MEMORY = 0.98  # weight of a position's past at each further observation
 FADING = 0.995  # and at each round without one
 UNKNOWN = 0.9  # acceptance that a position may have if nothing is known
@@ -161,8 +162,7 @@ class Adaptive:
         change = PURSE * cost.value
         if drafts != best and cost.sure:
             change += (1 + accepted) / self.rate(best) - cost.value
-        # A lucky streak is not saved up for ever.
-        self._purse = min(self._purse + change, START * plain.value)
+        self._purse = min(self._purse + change, FULL * plain.value)
 
 
 class Position:

@@ -79,11 +79,14 @@ def _resolve(path_or_repo: str, **options: Any) -> Path:
         ) from e
     except (OSError, ValueError) as e:
         # huggingface_hub's errors are OSErrors, and offline mode a ValueError.
-        reason = str(e).strip().split("\n")[0]
         raise MTPError(
             f"there is no folder {path_or_repo!r}, and fetching it from the Hugging "
-            f"Face hub failed: {reason}"
+            f"Face hub failed: {_first_line(e)}"
         ) from e
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -138,8 +141,9 @@ def find_official(hidden_size: int) -> Path:
         return find_assistant(repositories[0])
     except MTPError as e:
         raise MTPError(
-            f"the local hub cache does not hold {repositories[0]}, and {e}; fetch it "
-            "once while online, or name a folder: --mtp-assistant PATH"
+            f"{repositories[0]} is not in the local hub cache, and cannot be fetched: "
+            f"{_first_line(e.__cause__ or e)}; fetch it once while online, or name a "
+            "folder, --mtp-assistant PATH"
         ) from e
 
 

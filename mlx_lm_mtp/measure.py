@@ -29,6 +29,7 @@ from .stats import MTPStats
 from .target import Target
 
 WARM, LEAST, MOST = 2, 3, 40  # calls of a series: not counted, fewest, most
+LATE = 3.0  # times the time that was given; then one call of each must do
 PREFILL = 2048  # tokens of a forward
 
 
@@ -91,7 +92,8 @@ def measure(
         model: The target.
         drafter: Its drafter.
         prompt: The context [n].
-        seconds: About how long to measure; at least three calls of each are.
+        seconds: About how long to measure. A slow machine takes longer, as one call
+            of each is timed at least.
     """
     read = prefill(model, prompt)
     series: dict[Any, Callable[[], Iterator[Any]]] = {}
@@ -102,9 +104,13 @@ def measure(
         series["draft", n] = partial(_drafts, model, drafter, read, n)
     times: dict[Any, list[float]] = {name: [] for name in series}
     # There and back, so that a machine that slows down does not favour what came first.
+    begin, share = time.perf_counter(), seconds / len(series) / 2
     for name in [*series, *reversed(series)]:
+        late = time.perf_counter() - begin > LATE * seconds
+        if late and times[name]:
+            continue
         with mx.stream(generation_stream):
-            times[name] += timed(series[name](), seconds / len(series) / 2)
+            times[name] += timed(series[name](), share, late)
     middle = {name: median(found) for name, found in times.items()}
     return Costs(
         context=len(prompt),
@@ -115,24 +121,26 @@ def measure(
     )
 
 
-def timed(calls: Iterator[Any], seconds: float) -> list[float]:
+def timed(calls: Iterator[Any], seconds: float, late: bool = False) -> list[float]:
     """Seconds between the ends of calls that were launched ahead.
 
     Args:
         calls: Each item is the arrays of one call, launched when the next is asked for.
         seconds: When to stop, once there are ``LEAST`` of them.
+        late: Be content with one.
     """
+    warm, least = (0, 1) if late else (WARM, LEAST)
     ends: list[float] = []
     pending = _launch(calls)
-    while len(ends) <= WARM + LEAST or (
-        len(ends) <= WARM + MOST and ends[-1] - ends[WARM] < seconds
+    while len(ends) <= warm + least or (
+        len(ends) <= warm + MOST and ends[-1] - ends[warm] < seconds
     ):
         following = _launch(calls)
         mx.eval(pending)
         ends.append(time.perf_counter())
         pending = following
     mx.eval(pending)
-    return [end - start for start, end in itertools.pairwise(ends[WARM:])]
+    return [end - start for start, end in itertools.pairwise(ends[warm:])]
 
 
 def _launch(calls: Iterator[Any]) -> Any:

@@ -113,11 +113,13 @@ class Residual(Rule):
         logits = process_rows(self.processors, self.history, draft.tokens, logits)
         logprobs = normalise(logits)
         batch, rows, vocab_size = logits.shape
+        # At least one, as no random numbers at all kill MLX's CUDA backend.
+        shape = batch, max(draft.size, 1)
         verdict = self._verify(
             draft.tokens,
             draft.law(vocab_size),
             self._law(logprobs, self._coins[:, :rows]),
-            mx.random.uniform(shape=(batch, rows - 1), key=self._uniform_key),
+            mx.random.uniform(shape=shape, key=self._uniform_key),
             mx.random.gumbel((batch, vocab_size), key=self._gumbel_key),
         )
         return Trial(draft, logprobs, verdict)

@@ -9,6 +9,7 @@ import mlx.nn as nn
 from mlx_lm import load
 
 from .demo import ASSISTANT, TARGET
+from .pair import BITS as DRAFTER_BITS
 from .pair import load_assistant
 from .prompts import KINDS, RANDOM_KIND, make_prompt, random_prompt
 from .rounds import MTPError
@@ -68,11 +69,11 @@ def add_pair_arguments(
     )
     add("--bits", type=int, choices=BITS, default=4, help="of a synthetic target")
     add(
-        "--drafter-bits",
+        "--mtp-quantize",
         type=int,
-        choices=BITS,
-        default=16,
-        help="of a synthetic drafter",
+        choices=DRAFTER_BITS,
+        metavar="BITS",
+        help="quantise the drafter, its head too",
     )
     add(
         "--acceptance",
@@ -109,18 +110,17 @@ def check_pair_arguments(args: argparse.Namespace) -> None:
         )
 
 
-def open_target(args: argparse.Namespace) -> tuple[nn.Module, Any]:
-    """Load the target and its tokenizer.
+def load_model(path_or_repo: str) -> tuple[nn.Module, Any]:
+    """A model and its tokenizer, as mlx-lm loads them.
 
     Raises:
-        MTPError: If it cannot be loaded.
+        MTPError: If they cannot be loaded.
     """
-    name = args.model or str(TARGET)
     try:
-        model, tokenizer = load(name)[:2]
+        model, tokenizer = load(path_or_repo)[:2]
     except (OSError, ValueError, KeyError) as e:
         reason = " ".join(str(e).split())
-        raise MTPError(f"cannot load the target {name}: {reason[:300]}") from e
+        raise MTPError(f"cannot load the model {path_or_repo}: {reason[:300]}") from e
     return model, tokenizer
 
 
@@ -134,11 +134,10 @@ def open_subject(args: argparse.Namespace) -> Subject:
     check_pair_arguments(args)
     if args.synthetic:
         return _synthetic(args)
-    model, tokenizer = open_target(args)
+    model, tokenizer = load_model(args.model or str(TARGET))
     assistant = args.mtp_assistant or str(ASSISTANT)
-    return Subject(
-        args.model or EMBEDDED, model, load_assistant(assistant, model), tokenizer
-    )
+    drafter = load_assistant(assistant, model, args.mtp_quantize)
+    return Subject(args.model or EMBEDDED, model, drafter, tokenizer)
 
 
 def _synthetic(args: argparse.Namespace) -> Subject:
@@ -147,7 +146,9 @@ def _synthetic(args: argparse.Namespace) -> Subject:
         raise MTPError(
             "MLX cannot compute bfloat16 experts on a CPU: give --bits 4 or 8"
         )
-    pair = make_pair(args.synthetic, args.bits, args.drafter_bits, args.shrink)
+    pair = make_pair(args.synthetic, args.bits, args.mtp_quantize or 16, args.shrink)
     kind = {16: "bfloat16"}.get(args.bits, f"{args.bits}-bit")
     name = f"synthetic {args.synthetic.upper()}, {kind}"
+    if args.mtp_quantize:
+        name += f", drafter {args.mtp_quantize}-bit"
     return Subject(name, *pair)

@@ -156,7 +156,7 @@ def make_pair(
     Raises:
         MTPError: If there is no such size or number of bits.
     """
-    for name, number in {"--bits": bits, "--drafter-bits": drafter_bits}.items():
+    for name, number in {"--bits": bits, "--mtp-quantize": drafter_bits}.items():
         if number not in BITS:
             raise MTPError(f"{name} is {number}, it must be 4, 8 or 16")
     text, config = configs(size)

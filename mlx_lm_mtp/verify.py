@@ -34,6 +34,8 @@ FAINTEST = -4.0  # below all finite Gumbel noise of 32 random bits
 
 def match(drafts: mx.array, tokens: mx.array) -> Verdict:
     """Accept drafts [B, K] while they equal the target's tokens [B, K + 1]."""
+    if not drafts.shape[1]:
+        return Verdict(_none(drafts), tokens[:, 0])
     accepted = _leading(drafts == tokens[:, :-1].astype(drafts.dtype))
     return Verdict(accepted, _at(tokens, accepted))
 
@@ -54,6 +56,8 @@ def token(
         uniforms: [B, K] in [0, 1).
         gumbel: [B, V] standard Gumbel noise.
     """
+    if not drafts.shape[1]:
+        return Verdict(_none(drafts), draw(target_logprobs[:, 0], gumbel))
     terms = token_terms(drafts, draft_logprobs, target_logprobs)
     accepted = _leading(uniforms < terms.thresholds)
     next_logs = follow(accepted, terms, draft_logprobs, target_logprobs)
@@ -68,6 +72,8 @@ def block(
     gumbel: mx.array,
 ) -> Verdict:
     """Block verification; the arguments are those of ``token``."""
+    if not drafts.shape[1]:
+        return Verdict(_none(drafts), draw(target_logprobs[:, 0], gumbel))
     terms = block_terms(drafts, draft_logprobs, target_logprobs)
     accepted = _largest(uniforms < terms.thresholds)
     next_logs = follow(accepted, terms, draft_logprobs, target_logprobs)
@@ -117,8 +123,6 @@ def follow(
     """The law of the token after the accepted prefix [B, V], as logs of any scale."""
     num = draft_logprobs.shape[1]
     p = _at(target_logprobs, accepted)
-    if num == 0:
-        return p
     q = _at(draft_logprobs, mx.minimum(accepted, num - 1))
     residual = _residual(_at(terms.prefix_logs, accepted)[:, None], q, p)
     # Only rounding empties a residual that is asked for; the law is then p itself.
@@ -130,6 +134,11 @@ def follow(
 def draw(logs: mx.array, gumbel: mx.array) -> mx.array:
     """Gumbel-max. Noise of -inf, which MLX can draw, must not level the impossible."""
     return mx.argmax(logs + mx.maximum(gumbel, FAINTEST), axis=-1)
+
+
+def _none(drafts: mx.array) -> mx.array:
+    """Without drafts nothing is computed of them: not every GPU kernel bears that."""
+    return mx.zeros(drafts.shape[:1], mx.int32)
 
 
 def _leading(passes: mx.array) -> mx.array:

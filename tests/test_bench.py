@@ -13,14 +13,17 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import gemma4
 
 from mlx_lm_mtp import MTPError, MTPStats, bench, mtp_generate_step, synthetic
+from mlx_lm_mtp import measure as measuring
 from mlx_lm_mtp.__main__ import main
 from mlx_lm_mtp.bench.dial import dialled_step
-from mlx_lm_mtp.bench.run import Cell, Generation, plain, with_drafts
+from mlx_lm_mtp.bench.run import Bench, Cell, Generation, plain, with_drafts
 from mlx_lm_mtp.bench.summary import HEAD, cells_of, merged, summarise, table
 from mlx_lm_mtp.depth import Pinned
+from mlx_lm_mtp.doctor import examine
 from mlx_lm_mtp.measure import Costs, best_depth, measure, predicted, prefill, shares
 from mlx_lm_mtp.pair import check_pair, model_file
 from mlx_lm_mtp.prompts import KINDS, make_prompt, random_prompt
+from mlx_lm_mtp.subject import add_pair_arguments, open_subject
 from mlx_lm_mtp.synthetic import SIZES, configs, make_pair
 from mlx_lm_mtp.target import Target
 
@@ -154,6 +157,18 @@ def test_every_call_is_timed(small):
     assert costs.round(3) == costs.verify[4] + costs.draft[3]
 
 
+def test_a_slow_machine_times_one_call_of_each(small, monkeypatch):
+    launched = []
+    honest = measuring._launch
+    monkeypatch.setattr(
+        measuring, "_launch", lambda calls: launched.append(0) or honest(calls)
+    )
+    costs = measure(*small, mx.arange(40), seconds=0.0)
+    assert len(costs.verify) == 9 and costs.verify[9] > 0
+    # Two ends make a time, and one call is always ahead.
+    assert len(launched) <= 3 * 18 + measuring.WARM + measuring.LEAST
+
+
 times = st.floats(1e-4, 10)
 some_costs = st.builds(
     Costs,
@@ -282,6 +297,22 @@ def test_the_command_on_a_trained_pair(pair_e, capsys):
     assert all(float(row[2]) > 0 for row in rows[2:])
 
 
+def test_an_interrupt_shows_what_there_is(capsys, monkeypatch):
+    honest = Bench._generate
+
+    def interrupted(self, cell, read, method, run):
+        if run == 1:
+            raise KeyboardInterrupt
+        return honest(self, cell, read, method, run)
+
+    monkeypatch.setattr(Bench, "_generate", interrupted)
+    less = ("--contexts", "0", "--temps", "0", "--num-draft-tokens", "1", "2")
+    assert main(["bench", *SMALL, *less, "--time-limit", "20"]) == 130
+    out = capsys.readouterr().out
+    assert "random, short prompt, temperature 0:" in out
+    assert [line.split()[0] for line in out.splitlines()[-3:]] == ["plain", "K", "K"]
+
+
 def test_a_short_time_measures_less(capsys):
     less = ("--contexts", "0", "--num-draft-tokens", "1", "--time-limit", "1")
     assert main(["bench", *SMALL, *less, "--runs", "1000", "--json"]) == 0
@@ -304,6 +335,10 @@ BAD = {
         ["--synthetic", "26b-a4b", "--bits", "16", "--shrink", "64"],
         "--bits 4 or 8",
     ),
+    "cold": (["--temps", "-1"], "--temps has -1"),
+    "no folder for the picture": (["--svg", "/no/x.svg"], "no folder /no"),
+    "a text for random weights": ([*SMALL, "--kinds", "code"], "'code'"),
+    "no such draft model": (["--draft-model", "/no/x"], "cannot load the model /no/x"),
     "no such kind": (["--kinds", "poem"], "'poem'"),
     "no such target": (["--model", "/no/x", "--mtp-assistant", "/no/y"], "/no/x"),
 }
@@ -336,3 +371,17 @@ def test_prompts_have_the_length_that_is_asked_for(pair_e, kind):
         assert prompt.size == pytest.approx(context, rel=0.05, abs=4)
         assert prompt.tolist()[-10:] == request.tolist()[-10:]
     assert make_prompt(pair_e.tokenizer, kind, 3).tolist() == request.tolist()
+
+
+@pytest.mark.parametrize("synthetic", [True, False])
+def test_the_drafter_is_quantised_on_request(synthetic, pair_e):
+    options = ["--model", pair_e.target_path, "--mtp-assistant", pair_e.assistant_path]
+    if synthetic:
+        options = ["--synthetic", "31b", "--shrink", "64"]
+    parser = argparse.ArgumentParser()
+    add_pair_arguments(parser)
+    subject = open_subject(parser.parse_args([*options, "--mtp-quantize", "8"]))
+    assert examine.weights(subject.drafter)["types"][0] == "8-bit"
+    prompt = subject.prompt(subject.kinds[0], 0)
+    steps = mtp_generate_step(prompt, subject.model, subject.drafter, max_tokens=4)
+    assert len(list(steps)) == 4

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from math import inf
 
 import pytest
 from conftest import PAIRS
@@ -48,7 +49,7 @@ def test_a_pair_that_fits(examined):
     assert set(times["draft"]) == set(map(str, range(1, 9)))
     keys = {(a["temperature"], a["draft_position"]) for a in report["acceptance"]}
     assert keys == {(0, 0), (0, -1), (1, 0), (1, -1)}
-    assert [width["width"] for width in report["exactness"]] == list(range(2, 10))
+    assert report["exactness"][0]["width"] == 2
     depth = report["depth"]
     assert str(depth["chosen"]) in depth["predicted"]
     assert depth["measured"]["plain"] > 0 and depth["measured"]["adaptive"] > 0
@@ -65,7 +66,7 @@ def test_the_report_as_text(examined):
 
 def test_acceptance_is_what_generating_counts(pair_e):
     subject = Subject("e", pair_e.model, pair_e.drafter, pair_e.tokenizer)
-    found = examine.acceptance(subject, tokens=20, deadline=float("inf"))
+    found = examine.acceptance(subject, tokens=20, deadline=inf)
     stats = MTPStats()
     for kind in subject.kinds:
         steps = mtp_generate_step(
@@ -86,9 +87,16 @@ def test_acceptance_is_what_generating_counts(pair_e):
 def test_on_a_cpu_wide_forwards_compute_the_same_bits():
     # Within the window: beyond it a ring holds its keys in another order.
     target, drafter = make_pair("31b", 16, shrink=16)
-    for width in examine.exactness(Subject("x", target, drafter), 24):
+    for width in examine.exactness(Subject("x", target, drafter), 24, inf):
         assert width["equal"] == width["positions"] >= 18
         assert width["largest"] == width["other_token"] == width["gap"] == 0
+
+
+def test_after_the_deadline_the_least_is_measured(pair_e):
+    subject = Subject("e", pair_e.model, pair_e.drafter, pair_e.tokenizer)
+    assert [w["width"] for w in examine.exactness(subject, 10, -inf)] == [2]
+    found = examine.acceptance(subject, tokens=4, deadline=-inf)
+    assert len(found) == 4
 
 
 def test_what_differs_is_counted(monkeypatch):
@@ -101,7 +109,7 @@ def test_what_differs_is_counted(monkeypatch):
         return -logits if tokens.shape[1] == 3 else logits
 
     monkeypatch.setattr(type(target), "__call__", odd_when_wide)
-    [width] = examine.exactness(Subject("x", target, drafter), 11)
+    [width] = examine.exactness(Subject("x", target, drafter), 11, inf)
     assert (width["width"], width["positions"]) == (3, 9)
     assert (width["equal"], width["other_token"]) == (0, 9)
     assert width["gap"] > 0 and width["largest"] > 1
@@ -123,7 +131,7 @@ def test_a_pair_that_does_not_fit(capsys):
     [
         (["--model", "/no/x", "--mtp-assistant", "/no/y"], "/no/y"),
         ([*of("e", "e")[:2], "--mtp-assistant", of("e", "e")[1]], "'gemma4'"),
-        ([*of("e", "e")[2:], "--model", str(PAIRS)], "cannot load the target"),
+        ([*of("e", "e")[2:], "--model", str(PAIRS)], "cannot load the model"),
     ],
 )
 def test_what_is_no_pair(options, words, capsys):
@@ -133,7 +141,7 @@ def test_what_is_no_pair(options, words, capsys):
 
 def test_official_assistants_are_told_by_their_target():
     [told] = fit._belongs(2816, 5376)
-    assert "26B-A4B-it-assistant" in told and "31B-it-assistant" in told
+    assert "26B-A4B's" in told and "31B-it-assistant" in told
     [told] = fit._belongs(77, 2560)
     assert "another target" in told and "E4B-it-assistant" in told
     assert fit._belongs(2560, 2560) == fit._belongs(1536, 96) == []

@@ -99,7 +99,7 @@ def test_conversations(servers, chunks):
 @pytest.mark.slow
 def test_twenty_conversations(servers, chunks):
     for i in range(20):
-        compare(servers, chunks[i::24][:5], 60 + 5 * i)
+        compare(servers, chunks[i::24][:5], 40 + 2 * i)
 
 
 def same(servers, **body):

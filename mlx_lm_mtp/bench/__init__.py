@@ -14,13 +14,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Optional
 
-from mlx_lm import load
-
 from ..depth import MAX_DRAFTS
 from ..machine import about
 from ..measure import Costs, measure
 from ..rounds import MTPError
-from ..subject import Subject, add_pair_arguments, open_subject
+from ..subject import Subject, add_pair_arguments, load_model, open_subject
 from .chart import chart
 from .run import Bench, Cell, Generation, Method, plain, with_draft_model, with_drafts
 from .summary import Row, cells_of, costs_table, summarise, table
@@ -85,13 +83,18 @@ def main(args: argparse.Namespace) -> int:
     )
     show = _Show(args, subject)
     show.about()
-    costs = dict(_costs(bench, args.time_limit))
-    for found in costs.values():
+    costs = {}
+    for context, found in _costs(bench, args.time_limit):
+        costs[context] = found
         show.costs(found)
-    generations = []
-    for generation in bench.generations():
-        generations.append(generation)
-        show.generation(generation, len(cells) * len(bench.methods) * args.runs)
+    generations: list[Generation] = []
+    status = 0
+    try:
+        for generation in bench.generations():
+            generations.append(generation)
+            show.generation(generation, len(cells) * len(bench.methods) * args.runs)
+    except KeyboardInterrupt:
+        status = 130  # what there is by now is shown
     panels = []
     for cell in cells:
         rows = summarise(cell, generations, costs[cell.context], bench.first)
@@ -100,7 +103,7 @@ def main(args: argparse.Namespace) -> int:
             panels.append((cell.label, rows))
     if args.svg:
         args.svg.write_text(chart(subject.name, panels))
-    return 0
+    return status
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -111,12 +114,16 @@ def _check(args: argparse.Namespace) -> None:
             raise MTPError(
                 f"{flag} is {getattr(args, name)}, it must be at least {least}"
             )
+    if min(args.temps) < 0:
+        raise MTPError(f"--temps has {min(args.temps)}, it must be 0 or more")
+    if args.svg and not args.svg.parent.is_dir():
+        raise MTPError(f"--svg: there is no folder {args.svg.parent}")
 
 
 def _methods(args: argparse.Namespace, subject: Subject) -> list[Method]:
     methods = [plain()]
     if args.draft_model:
-        model, tokenizer = load(args.draft_model)[:2]
+        model, tokenizer = load_model(args.draft_model)
         ours = subject.tokenizer
         if ours is None or tokenizer.vocab_size != ours.vocab_size:
             raise MTPError(
@@ -128,7 +135,7 @@ def _methods(args: argparse.Namespace, subject: Subject) -> list[Method]:
 
 
 def _cells(args: argparse.Namespace, subject: Subject) -> list[Cell]:
-    kinds = args.kinds if args.kinds and subject.tokenizer else subject.kinds
+    kinds = args.kinds or subject.kinds
     for kind in kinds:
         if kind not in subject.kinds:
             known = ", ".join(subject.kinds)

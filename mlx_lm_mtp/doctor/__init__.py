@@ -76,7 +76,7 @@ def _measured(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     mx.reset_peak_memory()
     prompt = subject.prompt(subject.kinds[0], 0)
     costs = measure(subject.model, subject.drafter, prompt, args.time_limit / 10)
-    exact = examine.exactness(subject, args.positions)
+    exact = examine.exactness(subject, args.positions, deadline - args.time_limit / 2)
     found = examine.acceptance(subject, args.max_tokens, deadline - args.time_limit / 3)
     accepted = found[0]["shares"]
     if args.acceptance is not None:

@@ -43,7 +43,7 @@ def _pair(report: dict[str, Any]) -> Iterator[str]:
     if step > COSTLY_STEP and large and not drafter["quantised"]:
         yield (
             f"one draft step takes {step:.0%} of a plain step: quantise the drafter "
-            "(mlx_lm.convert --hf-path ASSISTANT -q)"
+            "(--mtp-quantize 4, or mlx_lm.convert -q)"
         )
     by_key = {(a["temperature"], a["draft_position"]): a for a in report["acceptance"]}
     greedy = by_key[0.0, 0]["accepted"]

@@ -84,12 +84,16 @@ def acceptance(subject: Subject, tokens: int, deadline: float) -> list[dict[str,
     ]
 
 
-def exactness(subject: Subject, positions: int) -> list[dict[str, Any]]:
+def exactness(
+    subject: Subject, positions: int, deadline: float
+) -> list[dict[str, Any]]:
     """Logits of wide forwards against those of single tokens, on one greedy text.
 
     Args:
         subject: The pair.
         positions: How many tokens of the text to compare at.
+        deadline: On the clock of ``time.perf_counter``; widths after it are left out,
+            but for the first.
 
     Returns:
         For each width: how many positions were compared, at how many all logits are
@@ -106,7 +110,11 @@ def exactness(subject: Subject, positions: int) -> list[dict[str, Any]]:
         token = mx.argmax(logits, axis=-1)
         mx.eval(token, logits)
     text, single = mx.stack(tokens, axis=1), mx.concatenate(rows)
-    return [_compare(subject.model, read.copies(), text, single, w) for w in WIDTHS]
+    found: list[dict[str, Any]] = []
+    for width in WIDTHS:
+        if not found or time.perf_counter() < deadline:
+            found.append(_compare(subject.model, read.copies(), text, single, width))
+    return found
 
 
 def _compare(

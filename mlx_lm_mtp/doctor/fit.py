@@ -4,27 +4,26 @@ import argparse
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from ..demo import ASSISTANT
-from ..hub import find_assistant, read_config
+from ..demo import ASSISTANT, TARGET
+from ..hub import (
+    AUTO,
+    OFFICIAL,
+    SIZES,
+    find_assistant,
+    find_official,
+    hidden_size_of,
+    read_config,
+)
 from ..pair import load_assistant, misfits, model_classes
 from ..rounds import MTPError
 from ..subject import (
     EMBEDDED,
     Subject,
     check_pair_arguments,
+    load_model,
     open_subject,
-    open_target,
 )
-from ..synthetic import TARGETS
 from ..target import Target
-
-# The official assistants, by the hidden size of their targets.
-ASSISTANTS = {
-    config["hidden_size"]: f"mlx-community/gemma-4-{name}-it-assistant-bf16"
-    for name, config in zip(
-        ("E2B", "E4B", "12B", "26B-A4B", "31B"), TARGETS.values(), strict=True
-    )
-}
 
 
 @dataclass
@@ -58,9 +57,13 @@ def find_fit(args: argparse.Namespace) -> Fit:
 
 def _try(args: argparse.Namespace, fit: Fit) -> None:
     """What the configurations tell first; only the weights tell the rest."""
-    assistant = args.mtp_assistant or str(ASSISTANT)
-    config = read_config(find_assistant(assistant))
-    model, tokenizer = open_target(args)
+    assistant, name = args.mtp_assistant or str(ASSISTANT), args.model or str(TARGET)
+    if assistant == AUTO:
+        folder = find_official(hidden_size_of(name))
+    else:
+        folder = find_assistant(assistant)
+    config = read_config(folder)
+    model, tokenizer = load_model(name)
     target = Target(model)
     try:
         found = model_classes(config)[1].from_dict(config)
@@ -70,17 +73,17 @@ def _try(args: argparse.Namespace, fit: Fit) -> None:
     if fit.reasons:
         fit.reasons += _belongs(found.backbone_hidden_size, target.hidden_size)
         return
-    drafter = load_assistant(assistant, model)
+    drafter = load_assistant(assistant, model, args.mtp_quantize)
     fit.subject = Subject(args.model or EMBEDDED, model, drafter, tokenizer)
 
 
 def _belongs(assistant: int, target: int) -> list[str]:
     """Which official assistants these hidden sizes of targets belong to."""
-    ours, theirs = ASSISTANTS.get(target), ASSISTANTS.get(assistant)
+    ours, theirs = (SIZES.get(size) for size in (target, assistant))
     if ours == theirs or ours is None:
         return []
-    found = f"this looks like {theirs}" if theirs else "this is for another target"
-    return [f"{found}; the target's own is {ours}"]
+    found = f"this looks like {theirs}'s" if theirs else "this is for another target"
+    return [f"{found}; the target is {ours}: take {OFFICIAL[0].format(ours)}"]
 
 
 def _facts(subject: Subject) -> dict[str, Any]:
