@@ -10,6 +10,7 @@ COMMANDS = {
     "bench": (".bench", "how much faster MTP is here, at every number of drafts"),
     "demo": (".demo", "plain decoding and MTP side by side, on the pair in the box"),
     "doctor": (".doctor", "does a pair work here, how fast, and if not, why"),
+    "throughput": (".throughput", "many sequences at once, with MTP and without"),
     "train": (".train", "distil a drafter onto a target"),
 }
 

@@ -160,7 +160,7 @@ class MTPBatchGenerator(BatchGenerator):  # type: ignore[misc]
                 "need a drafter as load_assistant returns it"
             )
         check_pair(drafter, target)
-        self._rules = Rules(target.vocab_size, verification, draft_heat)
+        self.rules: Any = Rules(target.vocab_size, verification, draft_heat)
         pinned = checked_number(num_draft_tokens)
         super().__init__(model, **options)
         self._stats = stats or MTPStats()
@@ -234,7 +234,7 @@ class MTPBatchGenerator(BatchGenerator):  # type: ignore[misc]
         for i, uid in enumerate(uids):
             *_, sampler, processors, _ = queued[i]
             self._wishes[uid] = Wish(
-                self._rules.make(sampler, processors, seeds[i] if seeds else None),
+                self.rules.make(sampler, processors, seeds[i] if seeds else None),
                 num_draft_tokens[i] if num_draft_tokens else None,
                 stats[i] if stats else self._stats,
             )

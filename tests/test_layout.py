@@ -42,6 +42,7 @@ ORDER = [
     "machine",
     "measure",
     "bench",
+    "throughput",
     "host",
     "doctor",
 ]

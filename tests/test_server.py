@@ -322,6 +322,16 @@ def faulty(*args, max_tokens, **kwargs):
             raise RuntimeError("no memory\\nleft")
         yield emission
 g.mtp_generate_step = faulty
+import mlx_lm_mtp.decoding as d
+launch, marked = d.Decoding._launch, []
+def faulty_launch(self, seed):
+    for row in self.rows:
+        if row.left == 13:
+            marked.append(row)
+        if row in marked and row.left < 9:
+            raise RuntimeError("no memory\\nleft")
+    return launch(self, seed)
+d.Decoding._launch = faulty_launch
 from mlx_lm.server import main
 main()
 """

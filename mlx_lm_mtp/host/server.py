@@ -244,7 +244,13 @@ class Serving:
         """As mlx-lm's; an error goes to the request's client."""
         from mlx_lm.generate import PromptProcessingBatch
 
-        told, responses = self.generator.next()
+        try:
+            told, responses = self.generator.next()
+        except Exception as e:  # of no one sequence: all who wait are told
+            log.exception("decoding failed")
+            told, responses = [], []
+            self.refused.update(dict.fromkeys(self.drafts, e))
+            self.generator.remove(list(self.drafts))
         responses = [*self._refusals(), *responses]
         for response in responses:
             drafts = self.drafts[response.uid]
