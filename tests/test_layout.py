@@ -1,6 +1,7 @@
 """Imports point one way, files and functions stay small."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,14 @@ def test_imports_point_one_way(path):
     if room(path) in ORDER:
         before = ORDER[: ORDER.index(room(path)) + 1]
         assert set(imported(path)) <= set(before), path
+
+
+def test_the_map_names_every_room_in_order():
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`(\w+)(?:\.py|/)`", page[: page.index("## Where a change")])
+    assert [name for name in named if name in ORDER] == ORDER
+    others = {"__init__", "__main__", *named}
+    assert {room(path) for path in FILES} <= others
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
