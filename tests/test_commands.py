@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from conftest import PAIRS
+from mlx_lm import generate as generate_text
+from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
 
 SCRIPTS = Path(sys.executable).parent
 SPELLINGS = {
@@ -104,6 +106,28 @@ def test_prompt_cache_files_work(tmp_path, plain):
     options = ("--prompt-cache-file", file, "--verbose", "False")
     wanted = generate(*options).stdout
     assert generate(*options, "--mtp-assistant", ASSISTANT).stdout == wanted != ""
+
+
+def test_a_cache_of_ours_goes_on_without_us(tmp_path, pair_e):
+    """Saved in mlx-lm's format after drafts, read where MTP is switched off."""
+    file, target = tmp_path / "cache.safetensors", pair_e.target_path
+    cache = make_prompt_cache(pair_e.model)
+    options = {"max_tokens": 90, "prompt_cache": cache}
+    prompt = pair_e.tokenizer.encode("import os\n")
+    text = generate_text(
+        pair_e.model, pair_e.tokenizer, prompt, draft_model=pair_e.drafter, **options
+    )
+    metadata = {"model": target, "tokenizer_config": "{}"}
+    save_prompt_cache(str(file), cache, metadata)
+    found = run(
+        *("--prompt-cache-file", file, "--prompt", "x = 1", "--ignore-chat-template"),
+        *("--max-tokens", 30, "--verbose", "False"),
+        MLX_LM_MTP_DISABLE="1",
+    )
+    tokens = pair_e.tokenizer.encode
+    whole = [*prompt, *tokens(text, add_special_tokens=False), *tokens("x = 1")]
+    wanted = generate_text(pair_e.model, pair_e.tokenizer, whole, max_tokens=30)
+    assert found.stdout == wanted + "\n", found.stderr
 
 
 def test_a_drafter_that_was_not_used_is_reported():

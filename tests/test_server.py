@@ -5,16 +5,22 @@ import re
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import cycle, islice
+from pathlib import Path
 
+import mlx_lm.server
 import numpy as np
 import openai
 import pytest
 from conftest import PAIRS
 from mlx_lm import generate, load
 from serving import SCRIPTS, TEXT, Server, events
+
+from mlx_lm_mtp import MTPError
+from mlx_lm_mtp.host.flags import AssistantPath, Drafting
 
 NAMES = ("e", "moe")
 
@@ -278,6 +284,45 @@ def test_models_and_assistants_change_by_request(server, chunks):
     assert after.text == before.text and after.drafts is not None
 
 
+def test_changing_the_assistant_loads_the_target_once(monkeypatch):
+    """Also back and forth; another target is loaded, and drops the drafter."""
+    loads = []
+
+    def counted(path, **options):
+        loads.append(path)
+        return load(path, **options)
+
+    monkeypatch.setattr(mlx_lm.server, "load", counted)
+    e, moe = (str(PAIRS / name / "target") for name in NAMES)
+    drafter = str(PAIRS / "e" / "assistant")
+    args = Namespace(
+        model=e,
+        adapter_path=None,
+        draft_model=AssistantPath.of(drafter),
+        trust_remote_code=False,
+        chat_template=None,
+        use_default_chat_template=False,
+        pipeline=False,
+    )
+    provider = mlx_lm.server.ModelProvider(args)
+    provider.load_default()
+    first, key = provider.draft_model, provider.model_key
+    assert isinstance(first, Drafting) and provider.is_batchable
+    for draft in (None, "default_model", drafter):
+        provider.load("default_model", None, draft)
+        assert provider.draft_model is (first if draft else None)
+        assert provider.model_key == key
+    assert loads == [e]
+    provider.load(moe, None, "default_model")
+    assert provider.draft_model is None and loads == [e, moe]
+    with pytest.raises(MTPError, match="does not fit"):
+        provider.load(moe, None, drafter)
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        provider.load(moe, None, "/no/such")
+    provider.load("default_model", None, "default_model")
+    assert isinstance(provider.draft_model, Drafting) and loads == [e, moe, e]
+
+
 ANY = {"prompt": "import os", "max_tokens": 4}
 MISTAKES = {
     "malformed JSON": (b'{"prompt": ', 400, "Invalid JSON"),
@@ -455,17 +500,38 @@ def test_the_openai_client(server, chunks):
     assert caught.value.body == "num_draft_tokens must be at least 0"
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
-@pytest.mark.parametrize("stream", [True, False])
-def test_curl(server, stream):
-    body = json.dumps(ANY | {"stream": stream})
-    url = f"http://127.0.0.1:{server.port}{TEXT}"
-    command = ["curl", "-sS", "--fail-with-body", url, "-d", body]
+def example(language, server):
+    """The code of docs/apps.md in this language, for this server."""
+    page = (Path(__file__).parent.parent / "docs" / "apps.md").read_text()
+    [code] = re.findall(rf"^```{language}\n(.*?)^```", page, re.M | re.S)
+    assert ":8080" in code
+    return code.replace(":8080", f":{server.port}")
+
+
+def test_the_openai_example(server):
+    command = [sys.executable, "-c", example("py", server)]
     run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout
-    texts = events(run.stdout) if stream else [json.loads(run.stdout)]
-    text = "".join(t["choices"][0]["text"] for t in texts)
-    assert text == server.ask(**ANY).text != ""
+    text, _, rest = run.stdout.partition("CompletionTokensDetails(accepted_")
+    assert run.returncode == 0 and text, run.stderr
+    assert rest.endswith(text.removesuffix("\n"))  # without drafts, streamed
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_curl_example(server, stream):
+    code = example("sh", server)
+    if stream:
+        code = code.replace("-d '{", '-d \'{"stream": true,')
+    run = subprocess.run(["sh", "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    body = {"messages": [user("import os")], "max_tokens": 40}
+    wanted = server.ask(**body, num_draft_tokens=0).text
+    if stream:
+        parts = [e["choices"][0]["delta"].get("content") for e in events(run.stdout)]
+        assert "".join(part or "" for part in parts) == wanted != ""
+    else:
+        [choice] = json.loads(run.stdout)["choices"]
+        assert choice["message"]["content"] == wanted != ""
 
 
 # The command --------------------------------------------------------------------------
