@@ -189,6 +189,7 @@ def test_logprobs(servers, chunks):
 
 def test_a_seed_reproduces_a_text(server, chunks):
     body = {"prompt": chunks[44], "max_tokens": 30, "temperature": 1.0}
+    body["num_draft_tokens"] = 3  # the number that is fastest varies
     one, two = (server.ask(**body, seed=5) for _ in range(2))
     assert one.text == two.text != server.ask(**body, seed=6).text
     assert one.drafts is not None and sum(one.drafts) > 0

@@ -44,6 +44,13 @@ class AssistantPath(str):
         self.options = options
         return self
 
+    @classmethod
+    def like(cls, other: Any, path: str) -> "AssistantPath":
+        """Another path, with what was given beside this one if it is an assistant's."""
+        if isinstance(other, AssistantPath):
+            return cls.of(path, other.quantize, **other.options)
+        return cls.of(path)
+
     def load(self, model: Any) -> Drafting:
         """The drafter for a loaded target, with these options.
 

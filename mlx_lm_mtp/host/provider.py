@@ -67,8 +67,7 @@ def _assistant_path(provider: Any, draft_model_path: Any) -> Optional[AssistantP
             # Told before mlx-lm gives up the loaded target for it.
             raise FileNotFoundError(str(e)) from e
         default = provider._draft_model_map[DEFAULT]
-        options = getattr(default, "options", {})
-        known[named] = AssistantPath.of(named, **options) if ours else None
+        known[named] = AssistantPath.like(default, named) if ours else None
     return known[named]
 
 
