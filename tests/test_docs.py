@@ -1,5 +1,6 @@
 """Every code block runs, every flag exists, every link leads somewhere."""
 
+import functools
 import os
 import re
 import subprocess
@@ -13,11 +14,18 @@ PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "tests/README.md",
+    ROOT / "mlx_lm_mtp/demo/README.md",
 ]
-
-
 # Its blocks fail with the released mlx-lm, see test_patches.py.
 DEFECTS = ROOT / "patches/README.md"
+# Whose flags the pages may name beside a command line.
+PROGRAMS = [
+    *(("mlx_lm", name) for name in ("generate", "server", "lora", "benchmark")),
+    *(("mlx_lm_mtp", name) for name in ("bench", "doctor", "train", "demo")),
+    ("mlx_lm_mtp", "throughput"),
+    ("mlx_lm_mtp.recipe",),
+    ("tests.measure_acceptance",),
+]
 
 
 def blocks(page, language):
@@ -51,24 +59,65 @@ COMMANDS = [
 ]
 
 
+FLAG = r"(?<![\w-])--[a-z][a-z-]*"
+
+
+@functools.cache
+def flags(*module):
+    """The flags that a command lists."""
+    told = subprocess.run(
+        [sys.executable, "-m", *module, "--help"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path_with(ROOT / "tests")},
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 0, told.stderr
+    return set(re.findall(FLAG, told.stdout))
+
+
+def path_with(folder):
+    return os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+
+
 @pytest.mark.parametrize("line", COMMANDS)
 def test_flags_exist(line):
     _, _, line = line.rpartition("&&")
-    asked = set(re.findall(r"(?<= )--[a-z][a-z-]*", line))
     package, dot, name = re.search(r"(mlx_lm(?:_mtp)?)([. ])(\w+)", line).groups()
-    module = [f"{package}.{name}"] if dot == "." else [package, name]
-    if package == "mlx_lm":
-        module = [package, name]  # the script mlx_lm.NAME
-    command = [sys.executable, "-m", *module, "--help"]
-    told = subprocess.run(command, capture_output=True, text=True).stdout
-    assert asked <= set(re.findall(r"--[a-z][a-z-]*", told)), line
+    ours = dot == "." and package == "mlx_lm_mtp"  # else the script mlx_lm.NAME
+    known = flags(f"{package}.{name}") if ours else flags(package, name)
+    assert set(re.findall(FLAG, line)) <= known, line
 
 
-@pytest.mark.parametrize("page", [*PAGES, DEFECTS], ids=lambda page: page.name)
+def test_flags_named_in_passing_exist():
+    named = {
+        flag: page.name for page in PAGES for flag in re.findall(FLAG, page.read_text())
+    }
+    for module in PROGRAMS:
+        for flag in flags(*module) & set(named):
+            del named[flag]
+    assert not named
+
+
+def anchors(page):
+    """What GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", h).lower().replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, DEFECTS], ids=str)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), target
+    for path, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)]*)\)", page.read_text()):
+        if not path.startswith("http"):
+            target = page.parent / path if path else page
+            assert target.exists(), path
+            assert not anchor or anchor in anchors(target), anchor
+
+
+def test_every_page_is_in_the_reading_order():
+    order = (ROOT / "docs/README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"({page.name})" in order, page
 
 
 def test_readme_is_short_and_ci_runs_its_commands():
