@@ -63,9 +63,14 @@ class AssistantPath(str):
         return Drafting(drafter, self.options)
 
 
-def refuse(reason: Any) -> NoReturn:
-    """End the command over a user's mistake: one line, no traceback."""
+def complain(reason: Any) -> None:
+    """Tell a user's mistake: one line, no traceback."""
     print(f"mlx-lm-mtp: error: {reason}", file=sys.stderr)
+
+
+def refuse(reason: Any) -> NoReturn:
+    """End the command over a user's mistake."""
+    complain(reason)
     sys.exit(2)
 
 

@@ -5,10 +5,11 @@ ours: that is the seam of continuous batching. Requests that mlx-lm serves one b
 seed, images) go through ``stream_generate``, as everywhere.
 """
 
-import _thread
 import argparse
 import contextlib
 import logging
+import os
+import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
 from types import ModuleType
@@ -24,8 +25,7 @@ log = logging.getLogger("mlx_lm_mtp")
 
 # The provider of the serving loop that runs in this thread.
 _models: ContextVar[Any] = ContextVar("models", default=None)
-# Why the command that runs in this process must end.
-_fatal: list[MTPError] = []
+# The commands that run in this process.
 _commands: list[str] = []
 
 
@@ -63,17 +63,11 @@ def _wrap_argparse(original: ModuleType) -> ModuleType:
 
 def _wrap_main(original: Any) -> Any:
     def main(*args: Any, **kwargs: Any) -> Any:
-        _fatal.clear()
         _commands.append("server")
         try:
             original(*args, **kwargs)
-        except KeyboardInterrupt:
-            if not _fatal:
-                raise
         finally:
             _commands.pop()
-        for reason in _fatal:
-            raise reason
 
     return flags.wrap_main(main)
 
@@ -81,7 +75,8 @@ def _wrap_main(original: Any) -> Any:
 def _wrap_load_default(original: Any) -> Any:
     """A pair of the command line that does not fit ends the command.
 
-    It is loaded in the serving thread, while the main thread waits for connections.
+    It is loaded in the serving thread, while the main thread waits for connections and
+    cannot always be interrupted: a command in the background ignores that signal.
     """
 
     def load_default(self: Any) -> None:
@@ -90,9 +85,9 @@ def _wrap_load_default(original: Any) -> Any:
         except MTPError as e:
             if not _commands:
                 raise
-            _fatal.append(e)
-            _thread.interrupt_main()
-            raise SystemExit from e
+            flags.complain(e)
+            sys.stderr.flush()
+            os._exit(2)
 
     return load_default
 
@@ -110,9 +105,9 @@ def _wrap_tokenize(original: Any) -> Any:
             reason = " ".join(str(e).split()) or type(e).__name__
             raise MTPError(f"the request makes no prompt: {reason}") from e
         _check(args, self.model_provider)
-        reason = _why_not(self.model_provider, args)
-        if reason:
-            log.info("MTP: not used for this request: %s", reason)
+        unused = _why_not(self.model_provider, args)
+        if unused:
+            log.info("MTP: not used for this request: %s", unused)
         return found
 
     return _tokenize
