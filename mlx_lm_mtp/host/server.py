@@ -102,8 +102,8 @@ def _wrap_tokenize(original: Any) -> Any:
         try:
             found = original(self, tokenizer, request, args)
         except Exception as e:
-            reason = " ".join(str(e).split()) or type(e).__name__
-            raise MTPError(f"the request makes no prompt: {reason}") from e
+            line = " ".join(str(e).split()) or type(e).__name__
+            raise MTPError(f"the request makes no prompt: {line}") from e
         _check(args, self.model_provider)
         unused = _why_not(self.model_provider, args)
         if unused:
