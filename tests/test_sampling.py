@@ -142,16 +142,14 @@ TARGET = make_target("e", seed=4)
 def test_processors_with_state_see_what_plain_decoding_shows(
     pair_e, prompts, make, sampler, verification
 ):
-    prompt = prompts[5][:40].tolist()
+    model, prompt = pair_e.model, prompts[5][:40].tolist()
     ours, theirs = make(), make()
     mx.random.seed(9)
-    wanted = plain(
-        pair_e.model, prompt, 50, sampler=sampler, logits_processors=[theirs]
-    )
+    wanted = plain(model, prompt, 50, sampler=sampler, logits_processors=[theirs])
     mx.random.seed(9)
     stats = MTPStats()
     found = mtp(
-        pair_e.model,
+        model,
         pair_e.drafter,
         prompt,
         max_tokens=50,
@@ -169,13 +167,13 @@ def test_processors_with_state_see_what_plain_decoding_shows(
 
 
 def test_an_opaque_sampler_draws_as_in_plain_decoding(pair_e, prompts):
-    prompt = prompts[6][:70].tolist()
+    model, prompt = pair_e.model, prompts[6][:70].tolist()
     mx.random.seed(2)
-    wanted = plain(pair_e.model, prompt, 40, sampler=opaque)
+    wanted = plain(model, prompt, 40, sampler=opaque)
     mx.random.seed(2)
     stats = MTPStats()
     options = {"sampler": opaque, "max_tokens": 40, "stats": stats}
-    assert mtp(pair_e.model, pair_e.drafter, prompt, **options) == wanted
+    assert mtp(model, pair_e.drafter, prompt, **options) == wanted
     assert sum(stats.accepted) > 0
 
 

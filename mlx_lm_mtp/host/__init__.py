@@ -71,6 +71,11 @@ def _try(module: "Any") -> None:
         _failures.pop(module.__name__, None)
 
 
+def _reason() -> str:
+    """Why MTP is not available; modules may share a reason."""
+    return "; ".join(dict.fromkeys(_failures.values()))
+
+
 def _finder() -> "Optional[_Finder]":
     return next((f for f in sys.meta_path if isinstance(f, _Finder)), None)
 
@@ -98,7 +103,7 @@ def enable() -> None:
         if name in sys.modules:
             _try(sys.modules[name])
     if _failures:
-        reason = "; ".join(_failures.values())
+        reason = _reason()
         disable()
         raise MTPError(f"MTP is not available: {reason}")
 
@@ -133,5 +138,5 @@ def status() -> "dict[str, Any]":
         "mlx_lm": version,
         "tested": version in patch.TESTED,
         "patched": patched,
-        "reason": "; ".join(_failures.values()) or None,
+        "reason": _reason() or None,
     }
