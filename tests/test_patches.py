@@ -150,9 +150,9 @@ def test_all_together(release, hub, version):
     assert set(ours_before.values()) == {"failed"}, ours_before
     assert set(ours_after.values()) == {"ok"}, ours_after
     assert others_after == others_before
-    # Two tests need the real model.
+    # Two tests need the real model, one fails in 0.32.0 and 0.32.1.
     assert len(others_after) > 70
-    assert sum(outcome == "failed" for outcome in others_after.values()) <= 2
+    assert sum(outcome == "failed" for outcome in others_after.values()) <= 3
 
 
 @pytest.mark.parametrize("path", PATCHES, ids=lambda path: path.stem)

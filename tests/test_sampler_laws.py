@@ -121,8 +121,10 @@ def test_xtc_falls_on_as_many_calls_as_it_says(probability):
 @given(seeds)
 def test_xtc_has_a_coin_for_each_row(seed):
     mx.random.seed(seed)
-    filtered = apply_xtc(mx.log(mx.array([[0.6, 0.4]] * 2000)), 0.3, 0.1, [])
-    assert abs((exact(filtered)[:, 0] == NONE).mean() - 0.3) < 0.06
+    logprobs = mx.log(mx.array([[0.5, 0.3, 0.2]] * 2000))
+    gone = exact(apply_xtc(logprobs, 0.3, 0.1, [])) == NONE
+    assert abs(gone[:, 0].mean() - 0.3) < 0.06
+    assert (gone[:, 0] == gone[:, 1]).all() and not gone[:, 2].any()
 
 
 # Together ----------------------------------------------------------------------------
