@@ -22,7 +22,7 @@ ARCHIVES = {
     "0.32.1": "7934554bdde3acbd3b2dcc8e0ba36538c30ae1b6c98e232329d320e9cdd6ce2a",
     "0.32.2": "1af8a92f6a141c3e2bf5b0369ac4464203a8e2189c47b9e40d3e921e5b3a1fe9",
 }
-LATEST = max(ARCHIVES)
+LATEST = max(ARCHIVES, key=lambda version: [*map(int, version.split("."))])
 CACHE = "MLX_LM_ARCHIVES"  # a folder where archives are looked for and kept
 MODEL = "models--mlx-community--Qwen1.5-0.5B-Chat-4bit"
 
