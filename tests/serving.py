@@ -55,7 +55,7 @@ class Server:
             [*command, *map(str, arguments), "--port", str(self.port)],
             stdout=self.output,
             stderr=subprocess.STDOUT,
-            env=os.environ | {k: str(v) for k, v in env.items()},
+            env=os.environ | {"PYTHONFAULTHANDLER": "1"} | env,
         )
 
     def __enter__(self):
@@ -100,7 +100,10 @@ class Server:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         connection = self.connect()
         connection.request("POST", path, raw, {"Content-Type": "application/json"})
-        response = connection.getresponse()
+        try:
+            response = connection.getresponse()
+        except ConnectionError as e:
+            raise AssertionError(self.log()) from e
         return response.status, response.read().decode()
 
     def ask(self, path=None, **body):
