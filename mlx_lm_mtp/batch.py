@@ -23,8 +23,8 @@ from .flight import Flight, Parts, Row
 from .forward import is_lean
 from .generate import checked_number
 from .kinds import is_drafter
+from .live import Live
 from .pair import check_pair
-from .ragged import Ragged
 from .residual import DRAFT_HEAT, make_rule
 from .rounds import MTPError
 from .rule import Rule
@@ -91,7 +91,7 @@ class Prompts(PromptProcessingBatch):  # type: ignore[misc]
         hidden = target.hidden(mx.array(tokens), self.prompt_cache)
         logits = target.logits(hidden)
         mx.eval(logits, [cache.state for cache in self.prompt_cache])
-        decoding.live = Ragged([self.extract_cache(i) for i in range(len(self.uids))])
+        decoding.live = Live([self.extract_cache(i) for i in range(len(self.uids))])
         decoding.rows = [self._row(decoding, i, tokens[i]) for i in range(len(tokens))]
         parts = Parts(decoding.rows, 0)
         for part in parts.parts:

@@ -1,16 +1,18 @@
 """K/V in linear buffers, as arrays: where tokens go and who sees them.
 
-Where a row ends is an array, so that a forward can be built, and compiled, before the
-host knows how many drafts of the last round stand. What a rejection leaves behind lies
-past the end, out of every query's sight.
+Where a row ends is an array, so that a forward can be built before the host knows how
+many drafts of the last round stand; the host knows bounds. What a rejection leaves
+behind lies past the end, out of every query's sight.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, Optional
 
 import mlx.core as mx
 
-ROOM = 256  # buffers have a multiple of so many slots, so that few shapes occur
+ROOM = 256  # buffers have a multiple of so many slots
+GRAIN = 64  # and attention reads a multiple of so many, so that few shapes occur
 
 
 class View(NamedTuple):
@@ -21,7 +23,40 @@ class View(NamedTuple):
     mask: Optional[mx.array] = None  # [B, 1, 1, slots], None if all of them
 
 
-@dataclass
+@dataclass(eq=False)
+class Span:
+    """What the host knows of a row.
+
+    A *write* is one forward of the target. It has *landed* once the host has read how
+    many of its tokens stand.
+
+    Attributes:
+        known: Tokens held once all that landed is counted.
+        kept: What may still be asked for is at least this long.
+        writes: Sizes of the writes that have not landed.
+    """
+
+    known: int
+    kept: int
+    writes: list[int] = field(default_factory=list)
+
+    @property
+    def least(self) -> int:
+        """The least tokens that may be held: each write has a seed token."""
+        return self.known + len(self.writes)
+
+    @property
+    def most(self) -> int:
+        """The most tokens that may be held."""
+        return self.known + sum(self.writes)
+
+    def landed(self, accepted: int) -> None:
+        """Tell how many drafts of the earliest write stand."""
+        self.writes.pop(0)
+        self.kept, self.known = self.known, self.known + 1 + accepted
+
+
+@dataclass(eq=False)
 class Buffers:
     """K/V of every layer in linear buffers, and where the rows end.
 
@@ -32,65 +67,88 @@ class Buffers:
         keys: For each layer [B, heads, slots, head size].
         values: Likewise.
         offset: [B] int32, how many tokens a row holds.
-        base: The position of the first slot in layers with a window, one number or
-            [B, 1, 1, 1]; 0 elsewhere.
-        exact: How many tokens are held, if the host knows.
+        spans: What the host knows of that.
+        bases: For each row the position of the first slot in layers with a window; 0
+            elsewhere.
     """
 
     windows: tuple[Optional[int], ...]
     keys: list[mx.array]
     values: list[mx.array]
     offset: mx.array
-    base: int | mx.array
-    exact: Optional[int] = None
-    _slots: dict[bool, mx.array] = field(default_factory=dict)
+    spans: list[Span]
+    bases: tuple[int, ...]
+    _slots: dict[bool, mx.array] = field(default_factory=dict, init=False)
 
     @property
     def layers(self) -> list["Layer"]:
         """What the target's forward calls, one per layer."""
         return [Layer(self, i) for i in range(len(self.windows))]
 
+    @property
+    def exact(self) -> Optional[int]:
+        """How many tokens the row holds, if there is but one and the host knows."""
+        if len(self.spans) > 1 or self.spans[0].least < self.spans[0].most:
+            return None
+        return self.spans[0].least
+
+    @cached_property
+    def _base(self) -> mx.array:
+        return mx.array(self.bases, mx.int32).reshape(-1, 1, 1, 1)
+
     def slots(self, windowed: bool, size: int) -> mx.array:
         """Where the next ``size`` tokens go, [B, 1, L, 1]; made once for all layers."""
         if windowed not in self._slots:
             slots = (self.offset[:, None] + mx.arange(size))[:, None, :, None]
-            self._slots[windowed] = slots - self.base if windowed else slots
+            self._slots[windowed] = slots - self._base if windowed else slots
         return self._slots[windowed]
 
-    def seen(self, i: int, last: mx.array) -> mx.array:
-        """The slots of a layer that hold the newest tokens up to a position.
+    def span(self, i: int, coming: int) -> slice:
+        """The slots of a layer that the next tokens may see.
+
+        Args:
+            i: The layer.
+            coming: How many tokens come, each of which also sees itself; 0 for a
+                drafter, which sees what is there.
+        """
+        window = self.windows[i]
+        bases = self.bases if window else (0,) * len(self.bases)
+        rows = list(zip(self.spans, bases, strict=True))
+        end = max(span.most - base for span, base in rows) + coming
+        start = 0
+        if window:
+            oldest = min(span.least - base for span, base in rows) - window
+            start = max(oldest + min(coming, 1), 0)
+        if self.exact is not None and coming < 2:
+            return slice(start, end)
+        room = self.keys[i].shape[2]
+        return slice(start // GRAIN * GRAIN, min(-(-end // GRAIN) * GRAIN, room))
+
+    def seen(self, i: int, last: mx.array, span: slice) -> mx.array:
+        """Which slots of a span hold the newest tokens up to a position.
 
         Args:
             i: The layer.
             last: Positions [B, L].
+            span: Slots.
 
         Returns:
             Mask [B, 1, L, slots].
         """
         last = last[:, None, :, None]
-        window, slots = self.windows[i], mx.arange(self.keys[i].shape[2])
+        window, slots = self.windows[i], mx.arange(span.start, span.stop)
         if window is None:
             return slots <= last
-        positions = slots + self.base
+        positions = slots + self._base
         return (positions <= last) & (positions > last - window)
 
     def view(self, i: int) -> View:
         """What a drafter sees of a layer: the newest W entries that hold a token."""
-        mask = self.seen(i, self.offset[:, None] - 1)
-        return View(self.keys[i], self.values[i], mask)
-
-    def valid(self, i: int) -> View:
-        """The same as entries without a mask; the host must know their number."""
-        span = self._newest(i, 0)
-        return View(self.keys[i][..., span, :], self.values[i][..., span, :])
-
-    def _newest(self, i: int, coming: int) -> slice:
-        """Slots of the newest W tokens, once ``coming`` more are written."""
-        assert self.exact is not None and isinstance(self.base, int)
-        window, end = self.windows[i], self.exact + coming
-        if window is None:
-            return slice(0, end)
-        return slice(max(end - window - self.base, 0), end - self.base)
+        span = self.span(i, 0)
+        mask = None
+        if self.exact is None:
+            mask = self.seen(i, self.offset[:, None] - 1, span)
+        return View(self.keys[i][..., span, :], self.values[i][..., span, :], mask)
 
 
 @dataclass(frozen=True)
@@ -110,23 +168,25 @@ class Layer:
     ) -> tuple[mx.array, mx.array]:
         """Append keys and values [B, heads, L, head size] where the rows end."""
         held, i, size = self.buffers, self.i, keys.shape[2]
+        span = held.span(i, size)
         if size == 1 and held.exact is not None:
-            span = held._newest(i, 1)
             held.keys[i][..., span.stop - 1 : span.stop, :] = keys
             held.values[i][..., span.stop - 1 : span.stop, :] = values
-            return held.keys[i][..., span, :], held.values[i][..., span, :]
-        slots = held.slots(held.windows[i] is not None, size)
-        held.keys[i] = mx.put_along_axis(held.keys[i], slots, keys, axis=2)
-        held.values[i] = mx.put_along_axis(held.values[i], slots, values, axis=2)
-        return held.keys[i], held.values[i]
+        else:
+            slots = held.slots(held.windows[i] is not None, size)
+            held.keys[i] = mx.put_along_axis(held.keys[i], slots, keys, axis=2)
+            held.values[i] = mx.put_along_axis(held.values[i], slots, values, axis=2)
+        return held.keys[i][..., span, :], held.values[i][..., span, :]
 
     def make_mask(
         self, size: int, return_array: bool = False, window_size: Optional[int] = None
     ) -> Optional[mx.array]:
         """What each of the next ``size`` queries sees; None if all of what it gets."""
-        if size == 1 and self.buffers.exact is not None:
+        held, i = self.buffers, self.i
+        if size == 1 and held.exact is not None:
             return None
-        return self.buffers.seen(self.i, self.offset[:, None] + mx.arange(size))
+        last = self.offset[:, None] + mx.arange(size)
+        return held.seen(i, last, held.span(i, size))
 
 
 def padded(entries: mx.array, slots: int = 0) -> mx.array:

@@ -90,13 +90,13 @@ class Compare(Rule):
         verdict = verify.match(draft.tokens, mx.stack(rows, axis=1))
         return Trial(draft, logprobs, verdict, self._random.marks)
 
-    def decide(self, trial: Trial) -> Decision:
+    def decide(self, trial: Trial) -> list[Decision]:
         if trial.verdict is None:
-            return self._walk(trial.draft, trial.logits)
-        decision = super().decide(trial)
+            return [self._walk(trial.draft, trial.logits)]
+        decisions = super().decide(trial)
         if self._random:
-            self._random.cut(len(decision.tokens))
-        return decision
+            self._random.cut(len(decisions[0].tokens))
+        return decisions
 
     def _walk(self, draft: Draft, logits: mx.array) -> Decision:
         drafted = numbers(draft.tokens[0])

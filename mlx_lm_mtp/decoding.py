@@ -14,15 +14,12 @@ from mlx_lm.generate import GenerationBatch
 from .clock import Clock
 from .depth import Depth
 from .flight import Flight, Parts, Row
-from .forward import draft_step, verify_forward
+from .forward import draft_step, launch, verify_forward
+from .live import Live
 from .propose import propose
-from .ragged import Ragged
 from .rounds import Seed
 from .rule import Decision
 from .target import Target
-
-# As in ``loop``: above this many bytes a copy of a buffer costs more than to wait.
-COPIED = 32 << 20
 
 
 @dataclass
@@ -58,7 +55,7 @@ class Decoding:
     def __init__(self, crew: Crew) -> None:
         self.crew = crew
         self.rows: list[Row] = []
-        self.live = Ragged()
+        self.live = Live()
         self.flights: list[Flight] = []
         self._clock = Clock()
 
@@ -110,7 +107,7 @@ class Decoding:
         self._clock.back()
         landing = self.flights
         ahead = all(
-            flight.parts.ahead and flight.verdict() is not None for flight in landing
+            flight.parts.ahead and flight.verdict is not None for flight in landing
         )
         following = self._launch(self._seed(landing, ahead)) if ahead else None
         decisions = self._land(landing)
@@ -144,11 +141,9 @@ class Decoding:
             tokens = mx.concatenate([tokens, draft.tokens], axis=1)
         hidden, logits = verify_forward(crew.target, live, tokens)
         flight = Flight(list(self.rows), parts, parts.judge(logits), hidden, num)
-        verdict = flight.verdict()
+        verdict = flight.verdict
         live.wrote(1 + num, verdict.accepted if verdict else None)
-        if num and live.largest > COPIED:
-            mx.eval(flight.drawn())
-        mx.async_eval(flight.pending())
+        launch(live, flight.drawn(), flight.pending())
         return flight
 
     def _land(self, landing: list[Flight]) -> dict[Row, Decision]:
@@ -177,7 +172,7 @@ class Decoding:
             if row.drafts(flight.drafts) == flight.drafts
         ]
         depth = self.crew.depth(len(flight.rows))
-        depth.learn_rows(flight.drafts, accepted, seconds)
+        depth.learn(flight.drafts, accepted, seconds)
 
     def _respond(self, decisions: dict[Row, Decision]) -> list[Response]:
         responses: list[Response] = []

@@ -12,6 +12,8 @@ Only past rounds decide, so the law of the text is kept; see docs/lossless.md.
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 from statistics import median_low
 from typing import Any, Protocol
 
@@ -32,11 +34,8 @@ class Depth(Protocol):
     def choose(self, limit: int) -> int:
         """The number of drafts of the next round, at most ``limit``."""
 
-    def learn(self, drafts: int, accepted: int, seconds: float) -> None:
-        """Hear what a round cost and how many of its drafts stood."""
-
-    def learn_rows(self, drafts: int, accepted: Sequence[int], seconds: float) -> None:
-        """Likewise for a round of several rows."""
+    def learn(self, drafts: int, accepted: Sequence[int], seconds: float) -> None:
+        """Hear what a round cost, and how many drafts of each row stood."""
 
 
 class Pinned:
@@ -48,25 +47,17 @@ class Pinned:
     def choose(self, limit: int) -> int:
         return min(self._drafts, limit)
 
-    def learn(self, drafts: int, accepted: int, seconds: float) -> None:
-        pass
-
-    def learn_rows(self, drafts: int, accepted: Sequence[int], seconds: float) -> None:
+    def learn(self, drafts: int, accepted: Sequence[int], seconds: float) -> None:
         pass
 
 
-def expected_tokens(acceptance: Sequence[float], drafts: int) -> float:
-    """Tokens of a round with ``drafts`` drafts.
+def expected_tokens(acceptance: Sequence[float]) -> list[float]:
+    """Tokens of a round, for each number of drafts from 0 on.
 
     Args:
         acceptance: For each position, the share accepted where the one before was.
-        drafts: K.
     """
-    tokens, reached = 1.0, 1.0
-    for share in acceptance[:drafts]:
-        reached *= share
-        tokens += reached
-    return tokens
+    return list(accumulate(accumulate(acceptance, mul), initial=1.0))
 
 
 class Adaptive:
@@ -81,27 +72,23 @@ class Adaptive:
         limit = max(min(limit, MAX_DRAFTS), 0)
         if not self.costs[0].sure:
             return 0
-        best = self.best(limit)
-        rate = self.rate(best)
+        rates = self._rates(limit)
+        best = max(rates, key=rates.__getitem__)
         for position in self.positions:
             position.age += 1
         for cost in self.costs:
             cost.age += 1
-        hopes = [self._hope(k) for k in range(limit + 1)]
+        hopes = self._hopes(limit)
         tried = max(range(limit + 1), key=hopes.__getitem__)
         if not any(cost.seconds for cost in self.costs[1:]):
             tried = min(FIRST, limit)
-        if tried != best and hopes[tried] > rate:
-            loss = self._expected_cost(tried) - self._tokens(tried) / rate
-            if loss < self._purse:
+        if tried != best and hopes[tried] > rates[best]:
+            tokens = expected_tokens(self.acceptance)[tried]
+            if self._expected_cost(tried) - tokens / rates[best] < self._purse:
                 return tried
         return best
 
-    def learn(self, drafts: int, accepted: int, seconds: float) -> None:
-        self.learn_rows(drafts, [accepted], seconds)
-
-    def learn_rows(self, drafts: int, accepted: Sequence[int], seconds: float) -> None:
-        """Hear what a round of several rows cost, and what each row accepted."""
+    def learn(self, drafts: int, accepted: Sequence[int], seconds: float) -> None:
         if drafts > MAX_DRAFTS or seconds <= 0 or not accepted:
             return
         self.costs[drafts].add(seconds)
@@ -113,12 +100,14 @@ class Adaptive:
 
     def best(self, limit: int = MAX_DRAFTS) -> int:
         """The depth that earns most by what is known."""
-        known = [k for k in range(limit + 1) if self.costs[k].seconds]
-        return max(known, key=self.rate, default=0)
+        rates = self._rates(limit)
+        return max(rates, key=rates.__getitem__, default=0)
 
-    def rate(self, drafts: int) -> float:
-        """Expected tokens per second at a depth that has been measured."""
-        return self._tokens(drafts) / self.costs[drafts].value
+    def _rates(self, limit: int = MAX_DRAFTS) -> dict[int, float]:
+        """Expected tokens per second at the depths that have been measured."""
+        tokens = expected_tokens(self.acceptance)
+        known = [k for k in range(limit + 1) if self.costs[k].seconds]
+        return {k: tokens[k] / self.costs[k].value for k in known}
 
     @property
     def acceptance(self) -> list[float]:
@@ -129,39 +118,36 @@ class Adaptive:
             shares.append(prior)
         return shares
 
-    def _tokens(self, drafts: int) -> float:
-        return expected_tokens(self.acceptance, drafts)
-
     def _expected_cost(self, drafts: int) -> float:
-        """The time a depth takes, as far as known: else on a line between others."""
+        """The time a depth takes, as far as known: else on a line through others."""
+        if self.costs[drafts].sure:
+            return self.costs[drafts].value
         known = [k for k, cost in enumerate(self.costs) if cost.sure]
-        low = max(k for k in known if k <= drafts)
-        high = min((k for k in known if k >= drafts), default=low)
-        if high == low:
-            low = 0 if low < drafts else low
-        if high == low:
-            return self.costs[low].value
+        above = [k for k in known if k > drafts]
+        low = max(k for k in known if k < drafts) if above else 0
+        high = min(above) if above else max(known)
         first, last = self.costs[low].value, self.costs[high].value
-        return first + (last - first) * (drafts - low) / (high - low)
+        return first + (last - first) * (drafts - low) / max(high - low, 1)
 
-    def _hope(self, drafts: int) -> float:
-        """The rate that a depth may have, if what is unknown turns out well."""
-        shares = [position.hope() for position in self.positions]
-        cost = self.costs[drafts].hope(self.costs[0].value)
-        return expected_tokens(shares, drafts) / cost
+    def _hopes(self, limit: int) -> list[float]:
+        """The rates that depths may have, if what is unknown turns out well."""
+        tokens = expected_tokens([position.hope() for position in self.positions])
+        least = self.costs[0].value
+        return [tokens[k] / self.costs[k].hope(least) for k in range(limit + 1)]
 
     def _pay(self, drafts: int, accepted: float) -> None:
         """Book a round against what the best known depth would have earned.
 
         Its usual time counts: what once compiled kernels says nothing of the depth.
         """
-        plain, cost, best = self.costs[0], self.costs[drafts], self.best()
+        plain, cost = self.costs[0], self.costs[drafts]
         if not plain.sure:
             self._purse = START * plain.value if plain.seconds else 0.0
             return
-        change = PURSE * cost.value
+        change, rates = PURSE * cost.value, self._rates()
+        best = max(rates, key=rates.__getitem__)
         if drafts != best and cost.sure:
-            change += (1 + accepted) / self.rate(best) - cost.value
+            change += (1 + accepted) / rates[best] - cost.value
         self._purse = min(self._purse + change, FULL * plain.value)
 
 
@@ -190,26 +176,29 @@ class Position:
 
 
 class Cost:
-    """The wall time of rounds at one depth."""
+    """The wall time of rounds at one depth.
+
+    Attributes:
+        seconds: The latest times.
+        value: Their median; of two the lower, as the first may have compiled kernels.
+        age: Rounds since the latest.
+    """
 
     def __init__(self) -> None:
         self.seconds: deque[float] = deque(maxlen=SAMPLES)
+        self.value = 0.0
         self.age = 0
 
     def add(self, seconds: float) -> None:
         """Observe it once."""
         self.seconds.append(seconds)
+        self.value = median_low(self.seconds)
         self.age = 0
 
     @property
     def sure(self) -> bool:
         """Whether it was measured more than once."""
         return len(self.seconds) > 1
-
-    @property
-    def value(self) -> float:
-        """Median; of two the lower, as the first may have compiled kernels."""
-        return median_low(self.seconds)
 
     def hope(self, least: float) -> float:
         """The time it may take: ``least`` until that is sure."""

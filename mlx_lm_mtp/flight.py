@@ -6,14 +6,15 @@ share a rule object, as greedy ones do, are judged together.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional, cast
+from functools import cached_property
+from typing import Any, Optional
 
 import mlx.core as mx
 
+from .buffers import Span
 from .propose import Drawn, joined
-from .ragged import Span
 from .rounds import Draft, Seed, Verdict
-from .rule import Decision, Rule, Trial, numbers
+from .rule import Decision, Rule, Trial
 from .stats import MTPStats
 
 
@@ -142,6 +143,7 @@ class Flight:
         """Places of the rows that are still in the batch."""
         return [i for i, row in enumerate(self.rows) if not row.gone]
 
+    @cached_property
     def verdict(self) -> Optional[Verdict]:
         """What became of each row [B]; None if only the host can tell."""
         verdicts = [trial.verdict for trial in self.trials]
@@ -169,7 +171,7 @@ class Flight:
         """
         places = self.staying
         if ahead:
-            verdict = self.verdict()
+            verdict = self.verdict
             assert verdict is not None
             token, index = verdict.token, verdict.accepted
             if len(places) < len(self.rows):
@@ -184,23 +186,9 @@ class Flight:
 
     def decisions(self) -> dict[Row, Decision]:
         """What became of the rows that are still in the batch."""
-        mx.eval([trial.pending() for trial in self.trials])
         found: dict[Row, Decision] = {}
         for part, trial in zip(self.parts.parts, self.trials, strict=True):
             rows = [self.rows[place] for place in part.places]
             if not all(row.gone for row in rows):
-                decided = _decided(part.rule, trial, len(rows))
-                found.update(zip(rows, decided, strict=True))
+                found.update(zip(rows, part.rule.decide(trial), strict=True))
         return {row: found[row] for row in self.rows if not row.gone}
-
-
-def _decided(rule: Rule, trial: Trial, rows: int) -> list[Decision]:
-    if rows == 1:
-        return [rule.decide(trial)]
-    assert trial.verdict is not None
-    accepted, following = map(numbers, (trial.verdict.accepted, trial.verdict.token))
-    drafted = cast(list[list[int]], trial.draft.tokens.tolist())
-    return [
-        Decision([*drafted[i][: accepted[i]], following[i]], trial.logits[i])
-        for i in range(rows)
-    ]

@@ -6,11 +6,11 @@ the host as long as Python takes to build one.)
 """
 
 from collections.abc import Callable
-from typing import Any, Optional, Protocol
+from typing import Any, Optional
 
 import mlx.core as mx
 
-from .buffers import Buffers
+from .live import Live
 from .target import Target
 
 # Token [B] and hidden state [B, 1, H] to the next hidden state [B, 1, H], candidate
@@ -18,13 +18,9 @@ from .target import Target
 Step = Callable[[mx.array, mx.array], tuple[mx.array, Optional[mx.array], mx.array]]
 
 
-class Live(Protocol):
-    """The target's K/V while rounds run: ``cache.Live``, or ``ragged.Ragged``."""
-
-    buffers: Buffers
-
-    def reserve(self, size: int) -> None:
-        """Make room for a write of ``size`` tokens."""
+# Drafts read two of the buffers that the target then writes. MLX copies a buffer that
+# is being read; above this many bytes it is cheaper to let the drafts finish first.
+COPIED = 32 << 20
 
 
 def is_lean(drafter: Any) -> bool:
@@ -60,16 +56,14 @@ def draft_step(target: Target, drafter: Any, live: Live, shift: int) -> Step:
             slot, which is the position in transformers' reference.
     """
     held, lean = live.buffers, is_lean(drafter)
-    views = {
-        kind: held.view(i) if lean else held.valid(i)
-        for kind, i in target.lenders().items()
-    }
+    views = {kind: held.view(i) for kind, i in target.lenders().items()}
     shared_kv = {kind: (view.keys, view.values) for kind, view in views.items()}
     masks = {kind: view.mask for kind, view in views.items()}
 
     def step(token: mx.array, hidden: mx.array) -> Any:
         inputs = mx.concatenate([target.embed(token[:, None]), hidden], axis=-1)
         if not lean:
+            # Such a drafter knows no masks; it is asked once the host knows the end.
             assert held.exact is not None
             hidden, logits = drafter(inputs, shared_kv, held.exact + shift)
             return hidden, None, logits[:, -1]
@@ -78,3 +72,16 @@ def draft_step(target: Target, drafter: Any, live: Live, shift: int) -> Step:
         return hidden, None if ids is None else ids[:, -1], logits[:, -1]
 
     return step
+
+
+def launch(live: Live, drawn: list[mx.array], round: list[mx.array]) -> None:
+    """Have the device begin a round.
+
+    Args:
+        live: The target's K/V.
+        drawn: What its drafts computed from them, nothing if there are no drafts.
+        round: All that it computes.
+    """
+    if drawn and live.largest > COPIED:
+        mx.eval(drawn)
+    mx.async_eval(round)

@@ -16,7 +16,8 @@ import mlx.core as mx
 from . import cache as kv
 from .clock import Clock
 from .depth import Depth
-from .forward import draft_step, is_lean, verify_forward
+from .forward import draft_step, is_lean, launch, verify_forward
+from .live import Live
 from .propose import propose
 from .rounds import Draft, Seed
 from .rule import Decision, Rule, Trial
@@ -26,9 +27,6 @@ from .target import Target
 Emission = tuple[int, mx.array, bool]
 Progress = Callable[[int, int], Any]
 ENDLESS = 1 << 62
-# Drafts read two of the buffers that the target then writes. MLX copies a buffer that
-# is being read; above this many bytes it is cheaper to let the drafts finish first.
-COPIED = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class Run:
         self.depth = depth
         self.draft_position = draft_position
         self.yielded: list[int] = []
-        self.live: Optional[kv.Live] = None
+        self.live: Optional[Live] = None
         self._ahead = rule.ahead and is_lean(drafter)
         self._prompt_end = 0
         self._flying: Optional[Round] = None
@@ -105,7 +103,7 @@ class Run:
         self._prompt_end = kv.length(self.caches)
         if max_tokens == 0:
             return
-        live = self.live = kv.Live(self.caches)
+        live = self.live = Live([self.caches])
         self.rule.begin(0)
         flying = Round(self.rule.judge(_nothing(), logits), hidden, reads_prompt=True)
         left = max_tokens if max_tokens > 0 else ENDLESS
@@ -174,7 +172,7 @@ class Run:
         part = None if embeddings is None else embeddings[start:end][None]
         return self.target.hidden(prompt[start:end][None], self.caches, part)
 
-    def _build(self, live: kv.Live, seed: Seed, num: int) -> Round:
+    def _build(self, live: Live, seed: Seed, num: int) -> Round:
         """Draft ``num`` tokens and judge them; nothing of it is evaluated."""
         self.rule.begin(num)
         draft = _nothing()
@@ -190,30 +188,30 @@ class Run:
         live.wrote(1 + num, trial.verdict.accepted if trial.verdict else None)
         return Round(trial, hidden)
 
-    def _launch(self, live: kv.Live, built: Round) -> None:
+    def _launch(self, live: Live, built: Round) -> None:
         if built is self._flying:
             return
-        if built.size and live.largest > COPIED:
-            mx.eval(built.trial.draft.pending())
-        mx.async_eval(*built.trial.pending(), built.hidden)
+        drawn = built.trial.draft.pending() if built.size else []
+        launch(live, drawn, [*built.trial.pending(), built.hidden])
         self._flying = built
 
-    def _land(self, live: kv.Live, flying: Round, left: int) -> Decision:
+    def _land(self, live: Live, flying: Round, left: int) -> Decision:
         """Read what became of a round, and learn from it."""
         self._clock.wait()
-        decision = self.rule.decide(flying.trial)
+        [decision] = self.rule.decide(flying.trial)
         seconds = self._clock.landed()
         accepted = decision.accepted
         self.rule.extend(mx.array(decision.tokens))
         if flying.reads_prompt:
             return decision
-        live.landed(accepted)
+        live.spans[0].landed(accepted)
+        live.settle()
         if self._flying is flying:
             self._flying = None
         tokens = min(len(decision.tokens), left)
         self.stats.add(min(flying.size, left), min(accepted, left), tokens)
         if seconds is not None and tokens == len(decision.tokens):
-            self.depth.learn(flying.size, accepted, seconds)
+            self.depth.learn(flying.size, [accepted], seconds)
         return decision
 
     def _emit(self, decision: Decision, shown: list[int]) -> Iterator[Emission]:
@@ -234,7 +232,7 @@ class Run:
             return
         end = self._prompt_end + len(self.yielded)
         # What flies has written its seed token, whatever becomes of it.
-        held = self.live.known + (self._flying is not None)
+        held = self.live.spans[0].known + (self._flying is not None)
         self.live.give_back(self.caches, min(end, held))
         self.live = None
         if end > held:

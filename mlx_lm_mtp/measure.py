@@ -19,9 +19,9 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from .cache import Live
 from .depth import MAX_DRAFTS, expected_tokens
 from .forward import draft_step
+from .live import Live
 from .propose import Drawn, propose
 from .rounds import Seed
 from .rule import pick
@@ -169,7 +169,7 @@ def _drafts(model: nn.Module, drafter: Any, read: Prefilled, num: int) -> Iterat
     hidden = target.hidden(read.last[None], caches)
     seed = Seed(mx.argmax(target.logits(hidden)[:, -1], axis=-1), hidden)
     mx.eval(seed.token, seed.hidden, [cache.state for cache in caches])
-    live = Live(caches)
+    live = Live([caches])
     while True:
         step = draft_step(target, drafter, live, 0)
         yield propose(step, seed, num, _most_likely).pending()
@@ -207,8 +207,8 @@ def predicted(costs: Costs, acceptance: Sequence[float]) -> dict[int, float]:
         costs: Of bare calls.
         acceptance: As ``shares`` gives it.
     """
-    numbers = range(min(len(acceptance), max(costs.draft)) + 1)
-    return {n: expected_tokens(acceptance, n) / costs.round(n) for n in numbers}
+    tokens = expected_tokens(acceptance[: max(costs.draft)])
+    return {n: found / costs.round(n) for n, found in enumerate(tokens)}
 
 
 def best_depth(speeds: dict[int, float]) -> int:

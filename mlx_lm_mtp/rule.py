@@ -16,7 +16,7 @@ class Trial:
     """A draft judged on the device, or what is needed to judge it on the host."""
 
     draft: Draft
-    logits: mx.array  # [1, K + 1, V] the target's log-probs, or its raw logits
+    logits: mx.array  # [B, K + 1, V] the target's log-probs, or its raw logits
     verdict: Optional[Verdict] = None  # None: only ``decide`` can tell
     others: Sequence[mx.array] = ()
 
@@ -78,18 +78,21 @@ class Rule:
         return not self.processors
 
     def judge(self, draft: Draft, logits: mx.array) -> Trial:
-        """Judge a draft [1, K] by the target's logits [1, K + 1, V]; reads nothing."""
+        """Judge drafts [B, K] by the target's logits [B, K + 1, V]; reads nothing."""
         raise NotImplementedError
 
-    def decide(self, trial: Trial) -> Decision:
-        """Bring a verdict to the host: the round's one read."""
+    def decide(self, trial: Trial) -> list[Decision]:
+        """Bring the verdict of each row to the host: the round's one read."""
         assert trial.verdict is not None
         mx.eval(trial.pending())
         # Whole arrays: a slice would be computed, behind a round that may fly already.
-        [accepted] = numbers(trial.verdict.accepted)
-        [drafted] = cast(list[list[int]], trial.draft.tokens.tolist())
-        tokens = drafted[:accepted]
-        return Decision(tokens + numbers(trial.verdict.token), trial.logits[0])
+        accepted = numbers(trial.verdict.accepted)
+        following = numbers(trial.verdict.token)
+        drafted = cast(list[list[int]], trial.draft.tokens.tolist())
+        return [
+            Decision([*drafted[i][:count], following[i]], trial.logits[i])
+            for i, count in enumerate(accepted)
+        ]
 
     def _after(self, history: mx.array, tokens: mx.array) -> mx.array:
         if not self.processors:

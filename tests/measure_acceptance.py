@@ -16,10 +16,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_lm_mtp import MTPStats, residual, verify
-from mlx_lm_mtp.cache import Live
 from mlx_lm_mtp.compare import Compare
 from mlx_lm_mtp.depth import Pinned
 from mlx_lm_mtp.law import law_of, normalise
+from mlx_lm_mtp.live import Live
 from mlx_lm_mtp.loop import Run
 from mlx_lm_mtp.propose import Drawn
 from mlx_lm_mtp.rule import Trial
@@ -77,17 +77,17 @@ def overlaps(pair, prompts, heats, depth=3):
     for text in prompts:
         caches = make_prompt_cache(pair.model)
         target.hidden(text[None, :1], caches)
-        live = Live(caches)
+        live = Live([caches])
         hidden = target.hidden(text[None], make_prompt_cache(pair.model))
         laws = chain(normalise(target.logits(hidden)[0]))
         for end in range(2, text.size - depth):
             live.reserve(1)
             target.hidden(text[None, end - 1 : end], live.buffers.layers)
             live.wrote(1, mx.zeros(1, mx.int32))
-            live.landed(0)
+            live.spans[0].landed(0)
             if end < 100 or end % 4:
                 continue
-            views = {k: live.buffers.valid(i) for k, i in target.lenders().items()}
+            views = {k: live.buffers.view(i) for k, i in target.lenders().items()}
             kv = {kind: (view.keys, view.values) for kind, view in views.items()}
             h = hidden[:, end - 1 : end]
             for i in range(depth):

@@ -42,7 +42,7 @@ def shares(acceptance):
 def fixed_rate(costs, kinds, drafts):
     """Expected tokens per time of a fixed depth on a text that changes its kind."""
     times = [
-        costs[drafts] / depth.expected_tokens(shares(kind), drafts) for kind in kinds
+        costs[drafts] / depth.expected_tokens(shares(kind))[drafts] for kind in kinds
     ]
     return len(times) / sum(times)
 
@@ -57,7 +57,7 @@ def simulate(controller, costs, kinds, tokens, seed=0, noise=0.05):
         while accepted < drafts and rng.random() < kind[accepted]:
             accepted += 1
         seconds = costs[drafts] * rng.lognormvariate(0, noise)
-        flying.append((drafts, accepted, seconds))
+        flying.append((drafts, [accepted], seconds))
         done, time = done + 1 + accepted, time + seconds
         if len(flying) > 1:
             controller.learn(*flying.popleft())
@@ -87,7 +87,7 @@ def test_the_limit_is_kept_and_nonsense_ignored(data, limit):
         assert 0 <= drafts <= min(limit, depth.MAX_DRAFTS)
         accepted = data.draw(st.integers(0, drafts))
         seconds = data.draw(st.sampled_from([0.0, -1.0, 1e-9, 0.01, 100.0]))
-        controller.learn(drafts, accepted, seconds)
+        controller.learn(drafts, [accepted], seconds)
     assert all(0 <= share <= 1 for share in controller.acceptance)
 
 
@@ -127,7 +127,7 @@ def test_the_first_time_of_a_depth_may_compile_kernels():
         drafts = controller.choose(8)
         factor = 1 if drafts in seen else 50
         seen.add(drafts)
-        controller.learn(drafts, round(0.9 * drafts), factor * costs[drafts])
+        controller.learn(drafts, [round(0.9 * drafts)], factor * costs[drafts])
     assert controller.best() >= 3
 
 

@@ -15,7 +15,7 @@ ORDER = [
     "tape",
     "buffers",
     "cache",
-    "ragged",
+    "live",
     "target",
     "forward",
     "law",

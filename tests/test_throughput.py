@@ -41,7 +41,7 @@ def test_each_number_of_rows_has_its_own_depth():
             for _ in range(rows):
                 stands = [next(dice) < 0.8 for _ in range(drafts)]
                 accepted.append([*stands, False].index(False))
-            depth.learn_rows(drafts, accepted, cost(rows, drafts))
+            depth.learn(drafts, accepted, cost(rows, drafts))
             chosen.setdefault(rows, []).append(drafts)
     assert sum(chosen[2][-100:]) / 100 > 4
     assert sum(chosen[16][-100:]) / 100 < 0.2

@@ -7,7 +7,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import gemma4_text
 from mlx_lm.models.cache import KVCache
 
-from mlx_lm_mtp.cache import Live
+from mlx_lm_mtp.live import Live
 
 VOCAB = 61
 PATTERN = ["sliding_attention", "sliding_attention", "full_attention"]
@@ -120,8 +120,8 @@ class Lean(Scripted):
 
 def shared_kv(target, caches):
     """What the drafter is shown of caches that hold a text; empties them."""
-    held = Live(caches).buffers
-    views = {kind: held.valid(i) for kind, i in target.lenders().items()}
+    held = Live([caches]).buffers
+    views = {kind: held.view(i) for kind, i in target.lenders().items()}
     return {kind: (view.keys, view.values) for kind, view in views.items()}
 
 

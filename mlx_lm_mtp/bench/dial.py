@@ -12,14 +12,13 @@ from mlx_lm.generate import generation_stream
 from ..depth import Adaptive, Pinned
 from ..law import Sampler
 from ..loop import Emission, Run
+from ..measure import PREFILL
 from ..propose import Drawn
 from ..residual import make_rule
 from ..rounds import Draft, Verdict
 from ..rule import Rule, Trial
 from ..stats import MTPStats
 from ..target import Target
-
-PREFILL = 2048
 
 
 class Dial:
@@ -48,6 +47,8 @@ class Dial:
         """As the rule does, but for how many drafts stand."""
         trial = self._rule.judge(draft, logits)
         assert trial.verdict is not None
+        if not draft.size:
+            return trial
         coins = mx.random.bernoulli(self._acceptance, draft.tokens.shape)
         accepted = mx.cumprod(coins.astype(mx.int32), axis=1).sum(axis=1)
         return replace(trial, verdict=Verdict(accepted, trial.verdict.token))
