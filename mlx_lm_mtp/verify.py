@@ -105,13 +105,16 @@ def block_terms(
     ratio_logs = _ratio_logs(drafts, draft_logprobs, target_logprobs)
     num = drafts.shape[1]
     prefix = _prefix_logs(ratio_logs)
+    whole_passes = mx.exp(prefix[:, num:])
+    if num == 1:
+        return Terms(whole_passes, prefix)
     inner = prefix[:, 1:num]
     mass = total(
         _residual(inner[..., None], draft_logprobs[:, 1:], target_logprobs[:, 1:num])
     )
     whole = mass - mx.expm1(inner)
     h = mx.where(whole > 0, mass / mx.maximum(whole, TINY), 1.0)
-    return Terms(mx.concatenate([h, mx.exp(prefix[:, 1:])[:, -1:]], axis=1), prefix)
+    return Terms(mx.concatenate([h, whole_passes], axis=1), prefix)
 
 
 def follow(
@@ -137,7 +140,7 @@ def draw(logs: mx.array, gumbel: mx.array) -> mx.array:
 
 
 def _none(drafts: mx.array) -> mx.array:
-    """Without drafts nothing is computed of them: not every GPU kernel bears that."""
+    """No draft stands. Computing on arrays of no size kills MLX's CUDA backend."""
     return mx.zeros(drafts.shape[:1], mx.int32)
 
 

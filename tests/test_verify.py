@@ -502,7 +502,6 @@ def test_reused_random_numbers_are_caught(kind):
 
 @RULES
 def test_without_drafts_the_token_comes_from_the_target(name):
-    """And nothing of size zero is computed, which MLX's CUDA backend does not bear."""
     p = log_softmax(mx.array([[[0.5, 2.0, -mx.inf]], [[-mx.inf, -mx.inf, 0.0]]]))
     none = mx.zeros((2, 0), mx.uint32)
     rest = mx.zeros((2, 1)), mx.zeros((2, 3))
@@ -510,3 +509,39 @@ def test_without_drafts_the_token_comes_from_the_target(name):
     assert found.accepted.tolist() == [0, 0] and found.token.tolist() == [1, 2]
     matched = verify.match(none, mx.array([[7], [8]]))
     assert matched.accepted.tolist() == [0, 0] and matched.token.tolist() == [7, 8]
+
+
+class NeverNothing:
+    """Stands for ``mx``; no function may be given or return an array of no size."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def __getattr__(self, name):
+        found = getattr(self.module, name)
+        return self.watch(found) if callable(found) else found
+
+    @staticmethod
+    def watch(function):
+        def watched(*args, **kwargs):
+            result = function(*args, **kwargs)
+            for array in (*args, result):
+                assert not isinstance(array, mx.array) or array.size
+            return result
+
+        return watched
+
+
+@RULES
+@pytest.mark.parametrize("num", range(1, 4))
+def test_nothing_of_no_size_is_computed(name, num, monkeypatch):
+    """MLX's CUDA backend dies of it: a block of one draft has no inner residual."""
+    watching = NeverNothing(mx)
+    monkeypatch.setattr(verify, "mx", watching)
+    for part in ("_residual", "total"):
+        monkeypatch.setattr(verify, part, watching.watch(getattr(verify, part)))
+    drafts = mx.zeros((1, num), mx.uint32)
+    q = log_softmax(mx.zeros((1, num, 5)))
+    p = log_softmax(mx.zeros((1, num + 1, 5)))
+    found = SHIPPED[name](drafts, q, p, mx.zeros((1, num)), mx.zeros((1, 5)))
+    assert found.accepted.tolist() == [num]
