@@ -85,7 +85,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def random_prompt(vocab_size: int, context: int) -> mx.array:
-    """Random ids [n] for a model without a tokenizer."""
+    """Random ids [n]: what no drafter expects, and no tokenizer is needed for."""
     draw = random.Random(context)
     size = max(context, SHORTEST)
     return mx.array([draw.randrange(vocab_size) for _ in range(size)])

@@ -35,7 +35,7 @@ class Subject:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of prompt there are."""
+        """The kinds of prompt that are measured unless others are asked for."""
         return (RANDOM_KIND,) if self.tokenizer is None else KINDS
 
     @property
@@ -45,7 +45,7 @@ class Subject:
 
     def prompt(self, kind: str, context: int) -> mx.array:
         """Token ids [n]; see ``prompts.make_prompt``."""
-        if self.tokenizer is None:
+        if kind == RANDOM_KIND:
             return random_prompt(self.target.vocab_size, context)
         return make_prompt(self.tokenizer, kind, context)
 

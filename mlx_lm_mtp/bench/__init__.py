@@ -17,6 +17,7 @@ from typing import Any, Optional
 from ..depth import MAX_DRAFTS
 from ..machine import about
 from ..measure import Costs, measure
+from ..prompts import RANDOM_KIND
 from ..rounds import MTPError
 from ..subject import Subject, add_pair_arguments, load_model, open_subject
 from .chart import chart
@@ -39,7 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="numbers of drafts, or 'adaptive' (1 to 8 and adaptive)",
     )
-    add("--kinds", nargs="+", metavar="KIND", help="code, chat, copy, prose (all)")
+    add(
+        "--kinds",
+        nargs="+",
+        metavar="KIND",
+        help="code, chat, copy, prose (all four), random",
+    )
     add(
         "--contexts",
         type=int,
@@ -136,10 +142,11 @@ def _methods(args: argparse.Namespace, subject: Subject) -> list[Method]:
 
 def _cells(args: argparse.Namespace, subject: Subject) -> list[Cell]:
     kinds = args.kinds or subject.kinds
+    known = dict.fromkeys((*subject.kinds, RANDOM_KIND))
     for kind in kinds:
-        if kind not in subject.kinds:
-            known = ", ".join(subject.kinds)
-            raise MTPError(f"there are no {kind!r} prompts: give some of {known}")
+        if kind not in known:
+            some = ", ".join(known)
+            raise MTPError(f"there are no {kind!r} prompts: give some of {some}")
     contexts = args.contexts or [0, subject.target.window]
     shares = args.acceptance or [None]
     return [Cell(*key) for key in product(kinds, contexts, args.temps, shares)]

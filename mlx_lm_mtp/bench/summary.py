@@ -91,7 +91,9 @@ def summarise(
         group = [g for g in mine if g.method == method]
         row = _row(method, group, plain)
         row.first = first.get((cell, method.name))
-        expected = max(speeds.values()) if method.name == ADAPTIVE else None
+        expected = None
+        if method.name == ADAPTIVE and accepted:
+            expected = max(speeds.values())
         if method.drafts in speeds:
             expected = speeds[method.drafts]
             row.bare = row.round and row.round / costs.round(method.drafts)
@@ -111,9 +113,10 @@ def _row(
         row.rate = median(rates)
     if ratios:
         row.ratio, row.low, row.high = median(ratios), min(ratios), max(ratios)
-    if stats.rounds:
-        row.round = sum(g.seconds for g in group) / stats.rounds
-        row.host = sum(g.host for g in group) / stats.rounds
+    timed = [g for g in group if g.stats.rounds]
+    if timed:
+        row.round = median(g.seconds / g.stats.rounds for g in timed)
+        row.host = median(g.host / g.stats.rounds for g in timed)
     return row
 
 
