@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Optional
 
 import mlx.core as mx
@@ -46,6 +46,16 @@ class Costs:
     def round(self, num: int) -> float:
         """A round of so many drafts whose calls follow each other without a gap."""
         return self.verify[num + 1] + self.draft[num] if num else self.plain
+
+    def mean(self, other: "Costs") -> "Costs":
+        """The mean of two measurements after the same context."""
+        return Costs(
+            self.context,
+            fmean((self.plain, other.plain)),
+            {n: fmean((t, other.verify[n])) for n, t in self.verify.items()},
+            {n: fmean((t, other.draft[n])) for n, t in self.draft.items()},
+            fmean((self.host, other.host)),
+        )
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,7 @@ def test_ratios_are_taken_within_a_run():
     ratios = second.low, second.ratio, second.high
     assert ratios == pytest.approx((1.1, 1.5, 2.0))
     assert second.predicted == pytest.approx(2 / 0.12 * 0.1)
-    assert second.bare == pytest.approx((1 / 11 + 1 / 40 + 1 / 60) / 3 / 0.12)
+    assert second.bare == pytest.approx(1 / 40 / 0.12)
 
 
 def test_a_text_of_one_token_has_no_speed():

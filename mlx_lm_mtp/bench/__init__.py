@@ -8,7 +8,6 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -25,6 +24,7 @@ from .run import Bench, Cell, Generation, Method, plain, with_draft_model, with_
 from .summary import Row, cells_of, costs_table, summarise, table
 
 ADAPTIVE = "adaptive"
+COSTS = 0.05  # of the time at most goes into bare calls, before and again after
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,27 +80,31 @@ def _number(text: str) -> Optional[int]:
 
 def main(args: argparse.Namespace) -> int:
     """The command: its exit status."""
-    deadline = time.perf_counter() + args.time_limit
+    begin = time.perf_counter()
     _check(args)
     subject = open_subject(args)
     cells = _cells(args, subject)
-    bench = Bench(
-        subject, _methods(args, subject), cells, args.runs, args.max_tokens, deadline
-    )
+    methods = _methods(args, subject)
+    deadline = begin + (1 - COSTS) * args.time_limit
+    bench = Bench(subject, methods, cells, args.runs, args.max_tokens, deadline)
     show = _Show(args, subject)
     show.about()
-    costs = {}
-    for context, found in _costs(bench, args.time_limit):
-        costs[context] = found
-        show.costs(found)
+    costs = _costs(bench, args.time_limit)
     generations: list[Generation] = []
     status = 0
     try:
         for generation in bench.generations():
             generations.append(generation)
-            show.generation(generation, len(cells) * len(bench.methods) * args.runs)
+            show.generation(generation, len(cells) * len(methods) * args.runs)
+        # Again, as a machine may be in another mood by now.
+        again = _costs(bench, args.time_limit)
+        costs = {
+            context: found.mean(again[context]) for context, found in costs.items()
+        }
     except KeyboardInterrupt:
         status = 130  # what there is by now is shown
+    for found in costs.values():
+        show.costs(found)
     panels = []
     for cell in cells:
         rows = summarise(cell, generations, costs[cell.context], bench.first)
@@ -152,13 +156,12 @@ def _cells(args: argparse.Namespace, subject: Subject) -> list[Cell]:
     return [Cell(*key) for key in product(kinds, contexts, args.temps, shares)]
 
 
-def _costs(bench: Bench, limit: float) -> Iterator[tuple[int, Costs]]:
+def _costs(bench: Bench, limit: float) -> dict[int, Costs]:
     contexts = dict.fromkeys(cell.context for cell in bench.cells)
-    subject = bench.subject
-    for context in contexts:
-        prompt = subject.prompt(subject.kinds[0], context)
-        seconds = min(8.0, limit / 10 / len(contexts))
-        yield context, measure(subject.model, subject.drafter, prompt, seconds)
+    subject, seconds = bench.subject, min(4.0, COSTS * limit / len(contexts))
+    prompts = {n: subject.prompt(subject.kinds[0], n) for n in contexts}
+    pair = subject.model, subject.drafter
+    return {n: measure(*pair, prompt, seconds) for n, prompt in prompts.items()}
 
 
 class _Show:
