@@ -41,6 +41,18 @@ def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
     return model_file().Model, model_file().ModelArgs
 
 
+def read_args(config: dict[str, Any]) -> Any:
+    """The ``ModelArgs`` of a drafter's configuration.
+
+    Raises:
+        MTPError: If something is missing or makes no sense.
+    """
+    try:
+        return model_file().ModelArgs.from_dict(config)
+    except (TypeError, ValueError, KeyError) as e:
+        raise MTPError(f"the assistant's config.json is not usable: {e}") from e
+
+
 def load_assistant(
     path_or_repo: str, model: nn.Module, quantize: Optional[int] = None
 ) -> nn.Module:
@@ -66,10 +78,7 @@ def load_assistant(
     else:
         folder = find_assistant(path_or_repo)
     config = read_config(folder)
-    try:
-        args = model_classes(config)[1].from_dict(config)
-    except (TypeError, ValueError, KeyError) as e:
-        raise MTPError(f"the assistant's config.json is not usable: {e}") from e
+    args = read_args(config)
     for misfit in misfits(args, target):
         raise MTPError(f"the assistant in {folder} does not fit this target: {misfit}")
     target.check_head()

@@ -16,6 +16,7 @@ from mlx_lm.generate import BatchGenerator
 
 from .batch import MTPBatchGenerator
 from .bench.dial import Dial
+from .bench.summary import table
 from .machine import about
 from .rounds import MTPError
 from .rule import Rule
@@ -49,7 +50,8 @@ def main(args: argparse.Namespace) -> int:
     contexts = _read(subject, max(args.rows), args.context)
     methods = [PLAIN, *map(str, args.num_draft_tokens), ADAPTIVE]
     heads = ["rows", PLAIN, *(f"{m} drafts" for m in methods[1:-1]), ADAPTIVE]
-    lines = [[*heads, "of plain", "tokens per round"]]
+    heads += ["of plain", "tokens per round"]
+    lines = []
     for rows in args.rows:
         found = []
         for method in methods:
@@ -67,8 +69,7 @@ def main(args: argparse.Namespace) -> int:
             ]
         )
     print("\nTokens per second, of all rows together:\n")
-    lines.insert(1, ["---"] * len(lines[0]))
-    print("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    print(table(lines, markdown=True, head=heads))
     return 0
 
 

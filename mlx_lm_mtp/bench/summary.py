@@ -1,6 +1,6 @@
 """From generations to rows of a table."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from statistics import median
@@ -144,15 +144,17 @@ def _text(number: Optional[float], form: str, unit: float = 1.0) -> str:
     return "" if number is None else format(number * unit, form)
 
 
-def table(rows: list[list[str]], markdown: bool = False) -> str:
-    """Columns of text under ``HEAD``, for a terminal or for a page."""
+def table(
+    rows: list[list[str]], markdown: bool = False, head: Sequence[str] = HEAD
+) -> str:
+    """Columns of text under their heads, for a terminal or for a page."""
     if markdown:
-        lines = [list(HEAD), ["---"] * len(HEAD), *rows]
+        lines = [list(head), ["---"] * len(head), *rows]
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    widths = [max(map(len, column)) for column in zip(HEAD, *rows, strict=True)]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     return "\n".join(
         "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
-        for line in [list(HEAD), *rows]
+        for line in [list(head), *rows]
     )
 
 

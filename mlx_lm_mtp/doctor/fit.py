@@ -14,7 +14,7 @@ from ..hub import (
     hidden_size_of,
     read_config,
 )
-from ..pair import load_assistant, misfits, model_classes
+from ..pair import load_assistant, misfits, read_args
 from ..rounds import MTPError
 from ..subject import (
     EMBEDDED,
@@ -65,10 +65,7 @@ def _try(args: argparse.Namespace, fit: Fit) -> None:
     config = read_config(folder)
     model, tokenizer = load_model(name)
     target = Target(model)
-    try:
-        found = model_classes(config)[1].from_dict(config)
-    except (TypeError, ValueError, KeyError) as e:
-        raise MTPError(f"the assistant's config.json is not usable: {e}") from e
+    found = read_args(config)
     fit.reasons = [f"the assistant: {reason}" for reason in misfits(found, target)]
     if fit.reasons:
         fit.reasons += _belongs(found.backbone_hidden_size, target.hidden_size)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Optional
 
+Then = Callable[[argparse.Namespace], None]
+
 
 @dataclass(frozen=True)
 class Drafting:
@@ -88,10 +90,18 @@ def wrap_main(original: Any) -> Any:
     return main
 
 
-def add(
-    parser: argparse.ArgumentParser,
-    then: Callable[[argparse.Namespace], None] = lambda parsed: None,
-) -> None:
+def wrap_parser(original: Any, then: Then = lambda parsed: None) -> Any:
+    """A maker of parsers that have our flags; ``then`` as in ``add``."""
+
+    def setup_arg_parser(*args: Any, **kwargs: Any) -> Any:
+        parser = original(*args, **kwargs)
+        add(parser, then)
+        return parser
+
+    return setup_arg_parser
+
+
+def add(parser: argparse.ArgumentParser, then: Then = lambda parsed: None) -> None:
     """Add our flags to a parser of mlx-lm's.
 
     Args:

@@ -24,7 +24,7 @@ def wrappers() -> dict[str, Wrap]:
         "generate": _wrap_generate,
         "batch_generate": _wrap_batch_generate,
         "load": _wrap_load,
-        "setup_arg_parser": _wrap_parser,
+        "setup_arg_parser": flags.wrap_parser,
         "main": flags.wrap_main,
     }
 
@@ -134,12 +134,3 @@ def _wrap_load(original: Any) -> Any:
         return loaded
 
     return load
-
-
-def _wrap_parser(original: Any) -> Any:
-    def setup_arg_parser(*args: Any, **kwargs: Any) -> Any:
-        parser = original(*args, **kwargs)
-        flags.add(parser)
-        return parser
-
-    return setup_arg_parser

@@ -4,6 +4,7 @@ Their ``main`` parses, loads one model and calls ``stream_generate``. One ``Comp
 per command brings the drafter along.
 """
 
+from functools import partial
 from typing import Any, Optional
 
 from ..stats import MTPStats
@@ -32,7 +33,7 @@ class Companion:
     def wrappers(self) -> dict[str, Wrap]:
         """What takes the place of each name."""
         return {
-            "setup_arg_parser": self.wrap_parser,
+            "setup_arg_parser": partial(flags.wrap_parser, then=self._take),
             "load": self.wrap_load,
             "stream_generate": self.wrap_stream,
             "main": self.wrap_main,
@@ -49,16 +50,6 @@ class Companion:
             return result
 
         return flags.wrap_main(main)
-
-    def wrap_parser(self, original: Any) -> Any:
-        """Our flags."""
-
-        def setup_arg_parser(*args: Any, **kwargs: Any) -> Any:
-            parser = original(*args, **kwargs)
-            flags.add(parser, self._take)
-            return parser
-
-        return setup_arg_parser
 
     def _take(self, parsed: Any) -> None:
         self.path, self.number = parsed.draft_model, parsed.num_draft_tokens
