@@ -1,5 +1,6 @@
 """``mlx_lm.server`` as a user starts it, and requests to it."""
 
+import contextlib
 import http.client
 import json
 import os
@@ -40,6 +41,7 @@ class Reply:
         return tuple(details[f"{w}_prediction_tokens"] for w in WORDS)
 
 
+RETRIES = 20
 DETAILS, WORDS = "completion_tokens_details", ("accepted", "rejected")
 
 
@@ -98,13 +100,21 @@ class Server:
     def post(self, body, path=CHAT):
         """The status and the body of the answer; ``body`` may be raw bytes."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        connection = self.connect()
-        connection.request("POST", path, raw, {"Content-Type": "application/json"})
-        try:
-            response = connection.getresponse()
-        except ConnectionError as e:
-            raise AssertionError(self.log()) from e
-        return response.status, response.read().decode()
+        for _ in range(RETRIES):
+            connection = self.connect()
+            try:
+                connection.request(
+                    "POST", path, raw, {"Content-Type": "application/json"}
+                )
+                response = connection.getresponse()
+            except ConnectionError as e:
+                # Only five clients may wait to be let in, see patches/README.md.
+                if type(e) is not ConnectionResetError:
+                    raise AssertionError(self.log()) from e
+                time.sleep(0.2)
+            else:
+                return response.status, response.read().decode()
+        raise AssertionError(self.log())
 
     def ask(self, path=None, **body):
         """A chat or, with ``prompt``, a text completion that must succeed."""
@@ -121,9 +131,10 @@ class Server:
         raw = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nContent-Length: {len(raw)}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", self.port)) as connection:
-            connection.sendall(head.encode() + raw)
-            if after:
-                connection.recv(after)
+            with contextlib.suppress(ConnectionResetError):  # not let in, see post
+                connection.sendall(head.encode() + raw)
+                if after:
+                    connection.recv(after)
 
 
 def whole(answer):

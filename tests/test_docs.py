@@ -1,5 +1,6 @@
 """Every code block runs, every flag exists, every link leads somewhere."""
 
+import ast
 import functools
 import os
 import re
@@ -127,3 +128,37 @@ def test_readme_is_short_and_ci_runs_its_commands():
     for command in ("python -m mlx_lm_mtp demo\n", "python -m pytest"):
         assert command in text and command in ours
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+VARIABLE = "\0"
+
+
+def sayings():
+    """Every text in the package that could be a message."""
+    for file in (ROOT / "mlx_lm_mtp").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = [getattr(part, "value", VARIABLE) for part in parts]
+            yield "".join(t if isinstance(t, str) else VARIABLE for t in texts)
+
+
+def quoted():
+    """The second column of the table of refusals: what each line says."""
+    page = (ROOT / "docs/compatibility.md").read_text()
+    table = page[page.index("| found | the line says |") :].split("\n\n")[0]
+    for line in table.splitlines()[2:]:
+        yield from re.findall(r"`([^`]+)`", line.split("|")[2])
+
+
+@pytest.mark.parametrize("line", list(quoted()))
+def test_quoted_refusals_are_what_the_code_says(line):
+    """The wording; that it is said is tested where each is refused."""
+    for saying in sayings():
+        if len(saying.replace(VARIABLE, "")) < 12:
+            continue
+        if all(part in saying for part in line.split("...")):
+            return
+        pattern = re.escape(saying).replace(re.escape(VARIABLE), ".+")
+        if re.fullmatch(pattern, line.replace("...", "x"), re.S):
+            return
+    pytest.fail("nobody says this")
