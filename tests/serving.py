@@ -130,11 +130,13 @@ class Server:
         path = TEXT if "prompt" in body else CHAT
         raw = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nContent-Length: {len(raw)}\r\n\r\n"
-        with socket.create_connection(("127.0.0.1", self.port)) as connection:
-            with contextlib.suppress(ConnectionResetError):  # not let in, see post
-                connection.sendall(head.encode() + raw)
-                if after:
-                    connection.recv(after)
+        with (
+            socket.create_connection(("127.0.0.1", self.port)) as connection,
+            contextlib.suppress(ConnectionResetError),  # it had no room, see post
+        ):
+            connection.sendall(head.encode() + raw)
+            if after:
+                connection.recv(after)
 
 
 def whole(answer):
