@@ -7,7 +7,7 @@ behind lies past the end, out of every query's sight.
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import mlx.core as mx
 
@@ -21,6 +21,17 @@ class View(NamedTuple):
     keys: mx.array  # [B, heads, slots, head size]
     values: mx.array
     mask: Optional[mx.array] = None  # [B, 1, 1, slots], None if all of them
+
+
+class Write(NamedTuple):
+    """Where the next tokens go and which slots they may see, in layers of a window.
+
+    Without ``slots`` it is one token of a row whose end the host knows: it goes to the
+    last slot of the span and sees all of it.
+    """
+
+    span: slice
+    slots: Optional[mx.array]  # [B, 1, L, 1]
 
 
 @dataclass(eq=False)
@@ -78,7 +89,7 @@ class Buffers:
     offset: mx.array
     spans: list[Span]
     bases: tuple[int, ...]
-    _slots: dict[bool, mx.array] = field(default_factory=dict, init=False)
+    _writes: dict[Any, Write] = field(default_factory=dict, init=False)
 
     @property
     def layers(self) -> list["Layer"]:
@@ -96,12 +107,16 @@ class Buffers:
     def _base(self) -> mx.array:
         return mx.array(self.bases, mx.int32).reshape(-1, 1, 1, 1)
 
-    def slots(self, windowed: bool, size: int) -> mx.array:
-        """Where the next ``size`` tokens go, [B, 1, L, 1]; made once for all layers."""
-        if windowed not in self._slots:
-            slots = (self.offset[:, None] + mx.arange(size))[:, None, :, None]
-            self._slots[windowed] = slots - self._base if windowed else slots
-        return self._slots[windowed]
+    def write(self, i: int, size: int) -> Write:
+        """A write of ``size`` tokens to a layer; made once for all of its window."""
+        key = self.windows[i], size
+        if key not in self._writes:
+            slots = None
+            if size > 1 or self.exact is None:
+                slots = (self.offset[:, None] + mx.arange(size))[:, None, :, None]
+                slots = slots - self._base if self.windows[i] else slots
+            self._writes[key] = Write(self.span(i, size), slots)
+        return self._writes[key]
 
     def span(self, i: int, coming: int) -> slice:
         """The slots of a layer that the next tokens may see.
@@ -167,13 +182,12 @@ class Layer:
         self, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
         """Append keys and values [B, heads, L, head size] where the rows end."""
-        held, i, size = self.buffers, self.i, keys.shape[2]
-        span = held.span(i, size)
-        if size == 1 and held.exact is not None:
+        held, i = self.buffers, self.i
+        span, slots = held.write(i, keys.shape[2])
+        if slots is None:
             held.keys[i][..., span.stop - 1 : span.stop, :] = keys
             held.values[i][..., span.stop - 1 : span.stop, :] = values
         else:
-            slots = held.slots(held.windows[i] is not None, size)
             held.keys[i] = mx.put_along_axis(held.keys[i], slots, keys, axis=2)
             held.values[i] = mx.put_along_axis(held.values[i], slots, values, axis=2)
         return held.keys[i][..., span, :], held.values[i][..., span, :]
@@ -182,11 +196,11 @@ class Layer:
         self, size: int, return_array: bool = False, window_size: Optional[int] = None
     ) -> Optional[mx.array]:
         """What each of the next ``size`` queries sees; None if all of what it gets."""
-        held, i = self.buffers, self.i
-        if size == 1 and held.exact is not None:
+        write = self.buffers.write(self.i, size)
+        if write.slots is None:
             return None
         last = self.offset[:, None] + mx.arange(size)
-        return held.seen(i, last, held.span(i, size))
+        return self.buffers.seen(self.i, last, write.span)
 
 
 def padded(entries: mx.array, slots: int = 0) -> mx.array:
