@@ -1,9 +1,13 @@
 """Plain mlx-lm stays what it is; MTP comes and goes whole."""
 
+import argparse
 import importlib
+import importlib.metadata
 import os
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx_lm
@@ -13,6 +17,8 @@ from conftest import PAIRS
 
 import mlx_lm_mtp
 from mlx_lm_mtp import MTPError, disable, enable, status
+from mlx_lm_mtp.host import flags
+from mlx_lm_mtp.host.server import Processors, Serving
 
 generate_module = importlib.import_module("mlx_lm.generate")
 NAMES = ["generate", "load", "main", "setup_arg_parser", "stream_generate"]
@@ -366,3 +372,105 @@ def test_a_text_that_ends_at_once_says_so(pair_e, caplog):
     caplog.clear()
     mlx_lm.generate(model, tokenizer, "import os", num_draft_tokens=0, **options)
     assert caplog.text == ""
+
+
+def hook():
+    [found] = [f for f in sys.meta_path if type(f).__module__ == "mlx_lm_mtp.host"]
+    return found
+
+
+def test_the_hook_finds_what_the_others_find(monkeypatch):
+    assert hook().find_spec("mlx_lm.chat", ["/nowhere"]) is None
+    # A loader of another kind: there is no moment to patch at.
+    spec = ModuleSpec("mlx_lm.chat", loader=None)
+    other = SimpleNamespace(find_spec=lambda *_: spec)
+    monkeypatch.setattr(sys, "meta_path", [hook(), other])
+    assert hook().find_spec("mlx_lm.chat") is spec
+
+
+def test_what_another_tool_put_on_top_stays(monkeypatch):
+    monkeypatch.setattr(generate_module, "load", lambda: "another tool's")
+    disable()
+    assert generate_module.load() == "another tool's"
+
+
+def test_the_version_before_mlx_lm_is_imported(monkeypatch):
+    version = mlx_lm.__version__
+    monkeypatch.delitem(sys.modules, "mlx_lm")
+    assert status()["mlx_lm"] == version
+    disable()  # and nothing is to be put back
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    found = status()
+    assert found["mlx_lm"] is None and not found["tested"]
+    monkeypatch.undo()
+
+
+def parse(*arguments):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model")
+    flags.add(parser)
+    return parser.parse_args(arguments)
+
+
+def test_auto_waits_for_a_model_that_requests_name():
+    assert parse("--mtp-assistant", "auto").draft_model == "auto"
+
+
+def test_a_number_for_an_ordinary_draft_model_is_mlx_lms():
+    parsed = generate_module.setup_arg_parser().parse_args(["--num-draft-tokens", "2"])
+    assert parsed.num_draft_tokens == 2 and parsed.draft_model is None
+
+
+def test_several_machines_are_refused(monkeypatch, capsys):
+    group = SimpleNamespace(size=lambda: 2)
+    monkeypatch.setattr(mx.distributed, "init", lambda: group)
+    with pytest.raises(SystemExit) as left:
+        parse("--mtp-assistant", str(PAIRS / "e/assistant"))
+    assert left.value.code == 2
+    assert "start it without mlx.launch" in capsys.readouterr().err
+
+
+def provider(**attributes):
+    """mlx-lm's model provider of a server that was started without an assistant."""
+    from mlx_lm.server import ModelProvider
+
+    self = ModelProvider.__new__(ModelProvider)
+    self.draft_model, self.is_distributed = None, False
+    self._model_map = {"default_model": "x"}
+    self._draft_model_map, self._adapter_map = {"default_model": None}, {}
+    vars(self).update(attributes)
+    return self
+
+
+def test_a_request_cannot_bring_an_assistant_to_several_machines():
+    models = provider(is_distributed=True)
+    with pytest.raises(MTPError, match="an assistant runs on one machine"):
+        models.load("default_model", None, str(PAIRS / "e/assistant"))
+
+
+def test_an_app_that_serves_gets_the_error_and_lives():
+    """Only the command ends over a pair that does not fit."""
+    models = provider(is_distributed=True)
+    models._draft_model_map["default_model"] = flags.AssistantPath.of("x")
+    with pytest.raises(MTPError, match="an assistant runs on one machine"):
+        models.load_default()
+
+
+def test_what_a_batch_cannot_honour_reaches_its_client():
+    def insert_segments(**options):
+        raise ValueError("too many drafts")
+
+    generator = SimpleNamespace(
+        insert_segments=insert_segments, next=lambda: ([], []), fresh_cache=list
+    )
+    serving, processors = Serving(generator), Processors()
+    processors.drafts = None
+    [uid] = serving.insert_segments(logits_processors=[processors])
+    [told], [response] = serving.next()
+    assert (told.uid, str(told.progress)) == (uid, "too many drafts")
+    assert (response.uid, response.finish_reason) == (uid, "stop")
+    assert serving.next() == ([], [])

@@ -124,3 +124,37 @@ def shown(entries, mask, b, i):
 
 
 TestLiveMachine = LiveMachine.TestCase
+
+
+def test_rows_of_different_speed_stay_in_few_slots():
+    """Two rows past the window: one keeps every draft, the other none."""
+    window, size, texts = 8, 4, [[1], [2]]
+    live, written = Live(), 2
+    for text in texts:
+        cache = RotatingKVCache(window)
+        entries = mx.array(text, mx.float32)[None, None, :, None]
+        cache.update_and_fetch(entries, entries)
+        live.extend(Live([[cache]]))
+    slots = set()
+    for _ in range(300):
+        live.reserve(size)
+        new = [[written + size * b + i for i in range(size)] for b in range(2)]
+        written += 2 * size
+        entries = mx.array(new, mx.float32)[:, None, :, None]
+        live.buffers.layers[0].update_and_fetch(entries, entries)
+        accepted = [size - 1, 0]
+        live.wrote(size, mx.array(accepted))
+        for text, mine, count, span in zip(
+            texts, new, accepted, live.spans, strict=True
+        ):
+            text += mine[: 1 + count]
+            span.landed(count)
+        live.settle()
+        view = live.buffers.view(0)
+        for b, text in enumerate(texts):
+            assert shown(view.keys[b, 0, :, 0], view.mask, b, 0) == text[-window:]
+        slots.add(view.keys.shape[2])
+        assert live.nbytes <= 2 * 2 * 512 * 4
+    assert max(slots) <= 512
+    [cache] = live.extract(1, len(texts[1]))
+    assert cache.keys[0, 0, :, 0].tolist() == texts[1][-window:]

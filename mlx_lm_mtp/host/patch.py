@@ -83,7 +83,7 @@ def apply(module: ModuleType) -> None:
     if module.__name__ == "mlx_lm.models":
         if MODELS_PATH not in module.__path__:
             module.__path__.append(MODELS_PATH)
-    elif module.__name__ in HOMES:
+    else:
         home = importlib.import_module(HOMES[module.__name__], __package__)
         _replace(module, home.wrappers())
 
