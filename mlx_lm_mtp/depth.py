@@ -10,8 +10,8 @@ Only past rounds decide, so the law of the text is kept; see docs/lossless.md.
 """
 
 import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 from statistics import median_low
@@ -60,6 +60,11 @@ def expected_tokens(acceptance: Sequence[float]) -> list[float]:
     return list(accumulate(accumulate(acceptance, mul), initial=1.0))
 
 
+def best_depth(speeds: Mapping[int, float]) -> int:
+    """The number of drafts of the highest speed."""
+    return max(speeds, key=speeds.__getitem__, default=0)
+
+
 class Adaptive:
     """Learns from every round of a pair, in this and later generations."""
 
@@ -67,13 +72,14 @@ class Adaptive:
         self.positions = [Position() for _ in range(MAX_DRAFTS)]
         self.costs = [Cost() for _ in range(MAX_DRAFTS + 1)]
         self._purse = 0.0  # seconds
+        self._tries: Counter[int] = Counter()  # rounds that fly, by depth
 
     def choose(self, limit: int) -> int:
         limit = max(min(limit, MAX_DRAFTS), 0)
         if not self.costs[0].sure:
             return 0
         rates = self._rates(limit)
-        best = max(rates, key=rates.__getitem__)
+        best = best_depth(rates)
         for position in self.positions:
             position.age += 1
         for cost in self.costs:
@@ -85,6 +91,7 @@ class Adaptive:
         if tried != best and hopes[tried] > rates[best]:
             tokens = expected_tokens(self.acceptance)[tried]
             if self._expected_cost(tried) - tokens / rates[best] < self._purse:
+                self._tries[tried] += 1
                 return tried
         return best
 
@@ -100,8 +107,7 @@ class Adaptive:
 
     def best(self, limit: int = MAX_DRAFTS) -> int:
         """The depth that earns most by what is known."""
-        rates = self._rates(limit)
-        return max(rates, key=rates.__getitem__, default=0)
+        return best_depth(self._rates(limit))
 
     def _rates(self, limit: int = MAX_DRAFTS) -> dict[int, float]:
         """Expected tokens per second at the depths that have been measured."""
@@ -136,18 +142,21 @@ class Adaptive:
         return [tokens[k] / self.costs[k].hope(least) for k in range(limit + 1)]
 
     def _pay(self, drafts: int, accepted: float) -> None:
-        """Book a round against what the best known depth would have earned.
+        """Earn a share of a round's time, and book what a try cost or won.
 
-        Its usual time counts: what once compiled kernels says nothing of the depth.
+        A try is booked against what the best known depth would have earned, by its
+        usual time: what once compiled kernels says nothing of the depth. A round that
+        is shallow because its text ends is no try.
         """
         plain, cost = self.costs[0], self.costs[drafts]
         if not plain.sure:
             self._purse = START * plain.value if plain.seconds else 0.0
             return
-        change, rates = PURSE * cost.value, self._rates()
-        best = max(rates, key=rates.__getitem__)
-        if drafts != best and cost.sure:
-            change += (1 + accepted) / rates[best] - cost.value
+        change = PURSE * cost.value
+        if self._tries[drafts]:
+            self._tries[drafts] -= 1
+            if cost.sure:
+                change += (1 + accepted) / max(self._rates().values()) - cost.value
         self._purse = min(self._purse + change, FULL * plain.value)
 
 

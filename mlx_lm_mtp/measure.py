@@ -219,8 +219,3 @@ def predicted(costs: Costs, acceptance: Sequence[float]) -> dict[int, float]:
     """
     tokens = expected_tokens(acceptance[: max(costs.draft)])
     return {n: found / costs.round(n) for n, found in enumerate(tokens)}
-
-
-def best_depth(speeds: dict[int, float]) -> int:
-    """The number of drafts of the highest predicted speed."""
-    return max(speeds, key=lambda n: speeds[n])

@@ -18,9 +18,9 @@ from mlx_lm_mtp.__main__ import main
 from mlx_lm_mtp.bench.dial import dialled_step
 from mlx_lm_mtp.bench.run import Bench, Cell, Generation, plain, with_drafts
 from mlx_lm_mtp.bench.summary import HEAD, cells_of, merged, summarise, table
-from mlx_lm_mtp.depth import Pinned
+from mlx_lm_mtp.depth import Pinned, best_depth
 from mlx_lm_mtp.doctor import examine
-from mlx_lm_mtp.measure import Costs, best_depth, measure, predicted, prefill, shares
+from mlx_lm_mtp.measure import Costs, measure, predicted, prefill, shares
 from mlx_lm_mtp.pair import check_pair, model_file
 from mlx_lm_mtp.prompts import KINDS, make_prompt, random_prompt
 from mlx_lm_mtp.subject import add_pair_arguments, open_subject

@@ -47,13 +47,16 @@ def fixed_rate(costs, kinds, drafts):
     return len(times) / sum(times)
 
 
-def simulate(controller, costs, kinds, tokens, seed=0, noise=0.05):
-    """Tokens per time; a round is chosen before the one that flies is known."""
+def simulate(controller, costs, kinds, tokens, seed=0, noise=0.05, text=100_000):
+    """Tokens per time; a round is chosen before the one that flies is known.
+
+    Every ``text`` tokens a text ends, and its last rounds are shallow.
+    """
     rng, flying = random.Random(seed), deque()
     done, time = 0, 0.0
     while done < tokens:
         kind = shares(kinds[done // SEGMENT % len(kinds)])
-        drafts, accepted = controller.choose(100), 0
+        drafts, accepted = controller.choose(text - done % text - 1), 0
         while accepted < drafts and rng.random() < kind[accepted]:
             accepted += 1
         seconds = costs[drafts] * rng.lognormvariate(0, noise)
@@ -106,6 +109,18 @@ def test_it_recovers_from_both_sides():
     assert controller.best() >= 2
     simulate(controller, costs, [0.0], 500)
     assert controller.best() == 0
+
+
+@pytest.mark.parametrize("curve", ["ideal", "E4B, H200", "31B, H200"])
+@pytest.mark.parametrize("size", [2, 16])
+def test_the_end_of_a_text_is_no_try(curve, size):
+    """Short texts leave what it takes to find back from a text without hope."""
+    costs, controller = costs_of(curve), settled([0.9], curve=curve)
+    simulate(controller, costs, [0.9], 3000, text=size)
+    simulate(controller, costs, [0.0], 1500)
+    found = simulate(controller, costs, [0.9], 3000)
+    assert found >= 0.75 * max(fixed_rate(costs, [0.9], k) for k in range(9))
+    assert controller.best() > 0
 
 
 def test_a_machine_that_slows_down_is_noticed():

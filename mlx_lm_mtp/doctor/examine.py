@@ -11,8 +11,9 @@ from mlx_lm.sample_utils import make_sampler
 
 from ..bench.run import TOP_K, TOP_P, Bench, Cell, plain, with_drafts
 from ..bench.summary import merged
+from ..depth import best_depth
 from ..generate import mtp_generate_step
-from ..measure import Costs, best_depth, predicted, prefill, shares
+from ..measure import Costs, predicted, prefill, shares
 from ..stats import MTPStats
 from ..subject import Subject
 
