@@ -37,7 +37,7 @@ class Wish:
     """What a sequence asks for beyond mlx-lm's own options."""
 
     rule: Rule
-    drafts: Optional[int]
+    pinned: Optional[int]
     stats: MTPStats
 
 
@@ -93,11 +93,12 @@ class Prompts(PromptProcessingBatch):  # type: ignore[misc]
         mx.eval(logits, [cache.state for cache in self.prompt_cache])
         decoding.live = Live([self.extract_cache(i) for i in range(len(self.uids))])
         decoding.rows = [self._row(decoding, i, tokens[i]) for i in range(len(tokens))]
-        parts = Parts(decoding.rows, 0)
+        none = [0] * len(tokens)
+        parts = Parts(decoding.rows, none)
         for part in parts.parts:
             part.rule.begin(0)
         trials = parts.judge(logits)
-        flight = Flight(list(decoding.rows), parts, trials, hidden, 0, True)
+        flight = Flight(list(decoding.rows), parts, trials, hidden, none, True)
         mx.async_eval(flight.pending())
         decoding.flights = [flight]
         return decoding
@@ -113,7 +114,7 @@ class Prompts(PromptProcessingBatch):  # type: ignore[misc]
             tokens,
             self.max_tokens[i],
             self.stop_sequences[i].matcher(),
-            wish.drafts,
+            wish.pinned,
             wish.stats,
         )
 
@@ -204,7 +205,8 @@ class MTPBatchGenerator(BatchGenerator):  # type: ignore[misc]
             caches: The target's caches, or None.
             all_tokens: What these caches hold.
             args: mlx-lm's further arguments.
-            num_draft_tokens: Per sequence, most drafts per round; 0 for none.
+            num_draft_tokens: Per sequence, drafts per round; 0 for none, None for as
+                many as the generator drafts.
             seeds: Per sequence, the seed that draws what it would draw alone.
             stats: Per sequence, filled while generating.
             options: mlx-lm's further arguments.
@@ -216,6 +218,17 @@ class MTPBatchGenerator(BatchGenerator):  # type: ignore[misc]
             ValueError: If an option cannot be honoured; nothing is queued then.
         """
         size = len(segments)
+        of_each = {
+            "max_tokens": max_tokens,
+            "caches": caches,
+            "all_tokens": all_tokens,
+            "num_draft_tokens": num_draft_tokens,
+            "seeds": seeds,
+            "stats": stats,
+        }
+        for name, given in of_each.items():
+            if given is not None and len(given) != size:
+                raise MTPError(f"{name} has {len(given)} entries for {size} sequences")
         held = [list(tokens) for tokens in all_tokens or [[]] * size]
         caches = list(caches or [None] * size)
         segments = [list(filter(None, pieces)) for pieces in segments]
@@ -231,13 +244,17 @@ class MTPBatchGenerator(BatchGenerator):  # type: ignore[misc]
         )
         # What was queued has the sampler and the processors that mlx-lm chose.
         queued = list(self._unprocessed_sequences)[-size:]
-        for i, uid in enumerate(uids):
-            *_, sampler, processors, _ = queued[i]
-            self._wishes[uid] = Wish(
-                self.rules.make(sampler, processors, seeds[i] if seeds else None),
-                num_draft_tokens[i] if num_draft_tokens else None,
-                stats[i] if stats else self._stats,
-            )
+        try:
+            for i, uid in enumerate(uids):
+                *_, sampler, processors, _ = queued[i]
+                self._wishes[uid] = Wish(
+                    self.rules.make(sampler, processors, seeds[i] if seeds else None),
+                    num_draft_tokens[i] if num_draft_tokens else None,
+                    stats[i] if stats else self._stats,
+                )
+        except Exception:
+            self.remove(uids)
+            raise
         return uids
 
     def fresh_cache(self) -> list[Any]:

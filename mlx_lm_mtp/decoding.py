@@ -127,11 +127,18 @@ class Decoding:
             mx.concatenate([seed.hidden for seed in seeds]),
         )
 
+    def _numbers(self) -> list[int]:
+        """How many drafts each row takes in the next round."""
+        most, chosen = max(row.left for row in self.rows) - 1, 0
+        if any(row.pinned is None for row in self.rows):
+            chosen = self.crew.depth(len(self.rows)).choose(most)
+        wanted = [chosen if row.pinned is None else row.pinned for row in self.rows]
+        return [min(number, most) for number in wanted]
+
     def _launch(self, seed: Seed) -> Flight:
         crew, live = self.crew, self.live
-        most = max(row.drafts(row.left - 1) for row in self.rows)
-        num = crew.depth(len(self.rows)).choose(most)
-        parts = Parts(self.rows, num)
+        numbers = self._numbers()
+        parts, num = Parts(self.rows, numbers), max(numbers)
         tokens = seed.token[:, None]
         for part in parts.parts:
             part.rule.begin(num)
@@ -140,7 +147,8 @@ class Decoding:
             draft = propose(step, seed, num, parts.draw)
             tokens = mx.concatenate([tokens, draft.tokens], axis=1)
         hidden, logits = verify_forward(crew.target, live, tokens)
-        flight = Flight(list(self.rows), parts, parts.judge(logits), hidden, num)
+        trials = parts.judge(logits)
+        flight = Flight(list(self.rows), parts, trials, hidden, numbers)
         verdict = flight.verdict
         live.wrote(1 + num, verdict.accepted if verdict else None)
         launch(live, flight.drawn(), flight.pending())
@@ -154,8 +162,9 @@ class Decoding:
         found: dict[Row, Decision] = {}
         for flight in landing:
             decisions = flight.decisions()
+            drafted = dict(zip(flight.rows, flight.numbers, strict=True))
             for row, decision in decisions.items():
-                _take(row, decision, flight)
+                _take(row, decision, drafted[row], flight.reads_prompt)
             found.update(decisions)
         self.live.settle()
         if seconds is not None and not self.crew.disturbed and len(landing) == 1:
@@ -166,10 +175,11 @@ class Decoding:
     def _learn(
         self, flight: Flight, decisions: dict[Row, Decision], seconds: float
     ) -> None:
+        drafted = zip(flight.rows, flight.numbers, strict=True)
         accepted = [
-            decision.accepted
-            for row, decision in decisions.items()
-            if row.drafts(flight.drafts) == flight.drafts
+            decisions[row].accepted
+            for row, number in drafted
+            if number == flight.drafts and row in decisions
         ]
         depth = self.crew.depth(len(flight.rows))
         depth.learn(flight.drafts, accepted, seconds)
@@ -190,16 +200,15 @@ class Decoding:
         return responses
 
 
-def _take(row: Row, decision: Decision, flight: Flight) -> None:
+def _take(row: Row, decision: Decision, drafted: int, prompt: bool) -> None:
     """Move a row on by what its round decided."""
     tokens, accepted = decision.tokens, decision.accepted
     row.rule.extend(mx.array(tokens, mx.int32))
     # After an error the row leaves; until then any token does.
     row.seed = (tokens or [0])[-1], max(len(tokens) - 1, 0)
-    if flight.reads_prompt:
+    if prompt:
         return
     row.span.landed(accepted)
-    drafted = row.drafts(flight.drafts)
     shown = min(len(tokens), row.left)
     row.stats.add(min(drafted, row.left), min(accepted, row.left), shown)
 

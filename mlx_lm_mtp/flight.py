@@ -29,7 +29,7 @@ class Row:
         tokens: What its cache holds: the prompt and every token handed out.
         left: Tokens it may still emit.
         matcher: What ends its text; mlx-lm's.
-        cap: Most drafts per round, None for any number.
+        pinned: Its drafts per round, None for as many as the batch chooses.
         stats: Filled.
         gone: Whether it has left the batch; rounds that it is part of may still fly.
         seed: Its last token, and the place in the landed round that predicted it.
@@ -41,7 +41,7 @@ class Row:
     tokens: list[int]
     left: int
     matcher: Any
-    cap: Optional[int]
+    pinned: Optional[int]
     stats: MTPStats
     gone: bool = False
     seed: tuple[int, int] = (0, 0)
@@ -49,10 +49,6 @@ class Row:
 
     def __post_init__(self) -> None:
         self.held = self.span.known  # tokens that its cache shall hold
-
-    def drafts(self, most: int) -> int:
-        """How many of ``most`` drafts it takes."""
-        return most if self.cap is None else min(self.cap, most)
 
 
 @dataclass
@@ -85,11 +81,11 @@ class Part:
 class Parts:
     """The parts of a round, and how to put their arrays together again."""
 
-    def __init__(self, rows: Sequence[Row], drafts: int) -> None:
+    def __init__(self, rows: Sequence[Row], numbers: Sequence[int]) -> None:
         found: dict[tuple[int, int], Part] = {}
-        for place, row in enumerate(rows):
-            key = id(row.rule), row.drafts(drafts)
-            part = found.setdefault(key, Part(row.rule, [], key[1], len(rows)))
+        for place, (row, number) in enumerate(zip(rows, numbers, strict=True)):
+            key = id(row.rule), number
+            part = found.setdefault(key, Part(row.rule, [], number, len(rows)))
             part.places.append(place)
         self.parts = list(found.values())
         order = [place for part in self.parts for place in part.places]
@@ -135,8 +131,13 @@ class Flight:
     parts: Parts
     trials: list[Trial]
     hidden: mx.array  # [B, K + 1, H]
-    drafts: int  # K
+    numbers: list[int]  # of drafts, for each row
     reads_prompt: bool = False
+
+    @property
+    def drafts(self) -> int:
+        """K."""
+        return max(self.numbers)
 
     @property
     def staying(self) -> list[int]:

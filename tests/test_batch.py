@@ -252,6 +252,50 @@ def test_rows_keep_what_their_drafts_earn(pair, prompts):
         assert show.stats[uid].tokens == stats.tokens == 49
 
 
+def test_a_pinned_number_is_what_each_row_drafts(pair, prompts):
+    """Beside rows that draft more, fewer, or as many as pay."""
+    numbers, stats = [0, 2, 5, None], [MTPStats() for _ in range(4)]
+    generator = MTPBatchGenerator(pair.model, pair.drafter, prefill_batch_size=4)
+    asked = [prompts[i][:40].tolist() for i in range(4)]
+    generator.insert(asked, [40] * 4, num_draft_tokens=numbers, stats=stats)
+    while generator.next_generated():
+        pass
+    for pinned, found in zip(numbers[:3], stats, strict=False):
+        assert len(found.drafted) == pinned
+        # Only the end of a text is drafted less.
+        assert found.drafted[:1] == [found.rounds][:pinned]
+        assert all(count >= found.rounds - pinned for count in found.drafted)
+    generator.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"seeds": [1]},
+        {"stats": [MTPStats()]},
+        {"num_draft_tokens": [1, 2, 3]},
+        {"num_draft_tokens": [1, -1]},
+        {"caches": [None] * 3},
+        {"max_tokens": [1]},
+        {"seeds": [1, -1]},
+        {"seeds": [1, "one"]},
+    ],
+    ids=str,
+)
+def test_what_is_refused_leaves_no_trace(pair, prompts, wrong):
+    warm = make_sampler(1.0)
+    generator = MTPBatchGenerator(pair.model, pair.drafter, sampler=warm)
+    prompt = prompts[0][:9].tolist()
+    with pytest.raises((ValueError, TypeError)):
+        generator.insert([prompt, prompt], **wrong)
+    assert generator.next() == ([], [])
+    [uid] = generator.insert([prompt], [3])
+    found = []
+    while responses := generator.next_generated():
+        found += [r.uid for r in responses]
+    assert found == [uid] * 3
+
+
 def test_stop_sequences_end_a_row_within_a_round(pair, prompts, alone):
     wanted = alone(5, 64, "greedy")
     stop = max(wanted.index(token) for token in wanted)  # the newest new token
