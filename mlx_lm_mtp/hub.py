@@ -101,20 +101,27 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"no config.json in {folder}: a model is a folder with config.json "
             "and model.safetensors"
         )
+    return _read(file)
+
+
+def _read(file: Path) -> dict[str, Any]:
     try:
-        config = json.loads(file.read_text())
+        found = json.loads(file.read_text())
     except ValueError as e:
         raise MTPError(f"{file} is not valid JSON: {e}") from e
-    if not isinstance(config, dict):
-        raise MTPError(f"{file} holds no configuration")
-    return config
+    if not isinstance(found, dict):
+        raise MTPError(f"{file} holds no JSON object")
+    return found
 
 
 def _missing_shards(folder: Path) -> Iterator[str]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = json.loads(index.read_text()).get("weight_map", {}).values()
-        yield from sorted({n for n in names if not (folder / n).exists()})
+        names = _read(index).get("weight_map")
+        if not isinstance(names, dict):
+            raise MTPError(f"{index} has no weight_map: download the model again")
+        shards = map(str, names.values())
+        yield from sorted({n for n in shards if not (folder / n).exists()})
 
 
 def find_official(hidden_size: int) -> Path:

@@ -2,7 +2,7 @@
 
 A call is launched while the one before it runs, as in mlx-lm's plain decoding, so that
 the host's work counts only where it takes longer than the device's. Every series of
-calls reads on from its own copy of the same prefilled caches, mlx-lm's own.
+calls reads on from its own copy of the same prefilled caches.
 """
 
 import copy

@@ -158,7 +158,7 @@ def make_pair(
     """
     for name, number in {"--bits": bits, "--mtp-quantize": drafter_bits}.items():
         if number not in BITS:
-            raise MTPError(f"{name} is {number}, it must be 4, 8 or 16")
+            raise MTPError(f"{name} is {number}, synthetic pairs have 4, 8 or 16")
     text, config = configs(size)
     if shrink > 1:
         text, config = _shrunk(text, config, shrink)

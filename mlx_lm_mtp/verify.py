@@ -9,7 +9,8 @@ arguments. With p the target's law and q the drafter's,
 - ``block`` judges the draft as a whole: P_i = min(1, P_{i-1} p(x_i) / q(x_i)), and the
   largest prefix whose own coin falls below h_i stands; the residual is
   max(P p - q, 0) (Sun et al., block verification, ICLR 2025, arXiv 2403.10444). It
-  accepts at least as much as ``token``, and no verifier accepts more;
+  accepts at least as much as ``token``, and none that sees only the drafted path
+  accepts more;
 - ``match`` compares with tokens that the target itself drew: greedy decoding, coupled
   drafts, and samplers that can only be called.
 

@@ -121,6 +121,12 @@ def test_every_page_is_in_the_reading_order():
         assert page.name == "README.md" or f"({page.name})" in order, page
 
 
+def test_the_page_about_tests_names_all_of_them():
+    page = (ROOT / "tests/README.md").read_text()
+    files = {path.name for path in (ROOT / "tests").glob("test_*.py")}
+    assert set(re.findall(r"`(test_\w+\.py)`", page)) == files
+
+
 def test_readme_is_short_and_ci_runs_its_commands():
     text = (ROOT / "README.md").read_text()
     ours = (ROOT / ".ci" / "run").read_text()

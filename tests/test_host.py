@@ -146,6 +146,15 @@ def test_other_commands_are_not_touched(name):
     assert homes <= {"generate", *COMMANDS}
 
 
+def test_only_generates_own_names_are_followed():
+    """``load`` is another module's, which others take from there."""
+    from mlx_lm import fuse, lora
+
+    assert hasattr(generate_module.load, "__wrapped__")
+    for load in (mlx_lm.load, mlx_lm.utils.load, fuse.load, lora.load):
+        assert load is generate_module.load.__wrapped__
+
+
 def test_a_fault_of_ours_does_not_reach_ordinary_draft_models():
     code = (
         "import sys, mlx_lm; sys.modules['mlx_lm_mtp.pair'] = None;"
@@ -254,9 +263,11 @@ def test_whatever_breaks_mlx_lm_works_silently(fault):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_asking_for_mtp_then_says_why_not(fault):
     code = BREAK.format(argv=["--mtp-assistant", "x"], fault=FAULTS[fault])
+    code += "import mlx_lm.chat, mlx_lm.server"
     returned, _, err = python(code)
     assert returned == 0
-    assert "--mtp-assistant is not available: " in err.splitlines()[0]
+    assert err.startswith("mlx-lm-mtp: error: --mtp-assistant is not available: ")
+    assert len(err.splitlines()) == 1  # once for all modules
 
 
 def test_upstreams_own_flag_wins():

@@ -61,12 +61,12 @@ def _try(module: "Any") -> None:
         patch.apply(module)
     except Exception as e:
         # Plain mlx-lm must work whatever this is; status() and asking for MTP tell it.
-        _failures[module.__name__] = str(e) or type(e).__name__
-        if any(argument.split("=")[0] == FLAG for argument in sys.argv):
-            print(
-                f"mlx-lm-mtp: {FLAG} is not available: {_failures[module.__name__]}",
-                file=sys.stderr,
-            )
+        reason = str(e) or type(e).__name__
+        told = reason in _failures.values()
+        _failures[module.__name__] = reason
+        if not told and any(a.split("=")[0] == FLAG for a in sys.argv):
+            line = f"mlx-lm-mtp: error: {FLAG} is not available: {reason}"
+            print(line, file=sys.stderr)
     else:
         _failures.pop(module.__name__, None)
 

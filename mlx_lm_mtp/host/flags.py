@@ -6,10 +6,13 @@ drafter with the options that mlx-lm has no argument for (``Drafting``).
 """
 
 import argparse
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Optional
+
+log = logging.getLogger("mlx_lm_mtp")
 
 Then = Callable[[argparse.Namespace], None]
 
@@ -48,10 +51,12 @@ class AssistantPath(str):
 
     @classmethod
     def like(cls, other: Any, path: str) -> "AssistantPath":
-        """Another path, with what was given beside this one if it is an assistant's."""
-        if isinstance(other, AssistantPath):
-            return cls.of(path, other.quantize, **other.options)
-        return cls.of(path)
+        """Another path with the options of this one, if it is an assistant's.
+
+        It is loaded as it is: it may be quantised already.
+        """
+        options = other.options if isinstance(other, AssistantPath) else {}
+        return cls.of(path, **options)
 
     def load(self, model: Any) -> Drafting:
         """The drafter for a loaded target, with these options.
@@ -63,6 +68,12 @@ class AssistantPath(str):
 
         drafter = load_assistant(str(self), model, self.quantize)
         return Drafting(drafter, self.options)
+
+
+def tell_unused(stats: Any, pinned: Optional[int]) -> None:
+    """Warn who asked for drafts and got none."""
+    if pinned != 0 and not stats.drafted:
+        log.warning(stats.unused())
 
 
 def complain(reason: Any) -> None:

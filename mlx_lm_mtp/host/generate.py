@@ -1,6 +1,5 @@
 """``mlx_lm.generate`` and everything built on ``stream_generate``."""
 
-import logging
 import weakref
 from types import FunctionType
 from typing import Any, Optional
@@ -12,8 +11,6 @@ from .patch import Wrap
 
 # Options that stream_generate does not hand to a draft model's step.
 WITHHELD = ("prompt_progress_callback", "input_embeddings")
-
-log = logging.getLogger("mlx_lm_mtp")
 
 
 def wrappers() -> dict[str, Wrap]:
@@ -78,8 +75,7 @@ def _wrap_generate(original: Any) -> Any:
         text = original(*args, **kwargs)
         if kwargs.get("verbose", args[3] if len(args) > 3 else False):
             print(stats.summary())
-        if kwargs.get("num_draft_tokens") != 0 and not stats.drafted:
-            log.warning(stats.unused())
+        flags.tell_unused(stats, kwargs.get("num_draft_tokens"))
         return text
 
     return generate
@@ -101,8 +97,10 @@ def _wrap_batch_generate(original: Any) -> Any:
             return MTPBatchGenerator(model, drafter, **{**options, **theirs})
 
         response = _with_names(original, BatchGenerator=make)(model, *args, **kwargs)
+        stats = kwargs.get("stats", options["stats"])
         if kwargs.get("verbose", args[4] if len(args) > 4 else False):
-            print(kwargs.get("stats", options["stats"]).summary())
+            print(stats.summary())
+        flags.tell_unused(stats, kwargs.get("num_draft_tokens"))
         return response
 
     return batch_generate

@@ -24,7 +24,7 @@ HOMES = {
     "mlx_lm.benchmark": ".benchmark",
     "mlx_lm.server": ".server",
 }
-# Its names are bound by value in mlx-lm's other modules; those of the others are not.
+# What it defines is bound by value in mlx-lm's other modules, and followed there.
 FOLLOWED = "mlx_lm.generate"
 
 Wrap = Callable[[Any], Any]
@@ -107,7 +107,7 @@ def _replace(module: ModuleType, wrappers: dict[str, Wrap]) -> None:
             continue
         replacement = wrappers[name](original)
         functools.update_wrapper(replacement, original, updated=())
-        followed = module.__name__ == FOLLOWED
+        followed = getattr(original, "__module__", None) == FOLLOWED
         _patched[key] = _Patch(owner, attribute, original, replacement, followed)
         setattr(owner, attribute, replacement)
         if followed:

@@ -47,6 +47,7 @@ class Companion:
             result = original(*args, **kwargs)
             if self.drafting is not None:
                 print(self.stats.summary())
+                flags.tell_unused(self.stats, self.number)
             return result
 
         return flags.wrap_main(main)
