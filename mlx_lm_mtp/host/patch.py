@@ -107,11 +107,17 @@ def _replace(module: ModuleType, wrappers: dict[str, Wrap]) -> None:
             continue
         replacement = wrappers[name](original)
         functools.update_wrapper(replacement, original, updated=())
-        followed = getattr(original, "__module__", None) == FOLLOWED
+        followed = module.__name__ == FOLLOWED and not _is_taken(original)
         _patched[key] = _Patch(owner, attribute, original, replacement, followed)
         setattr(owner, attribute, replacement)
         if followed:
             _rebind(attribute, original, replacement)
+
+
+def _is_taken(original: Any) -> bool:
+    """Whether another module of mlx-lm defines it, where the others take it from."""
+    home = str(getattr(original, "__module__", FOLLOWED))
+    return home.startswith("mlx_lm.") and home != FOLLOWED
 
 
 def _find(module: ModuleType, name: str) -> tuple[Any, str, Any]:
