@@ -108,7 +108,10 @@ class Buffers:
         return mx.array(self.bases, mx.int32).reshape(-1, 1, 1, 1)
 
     def write(self, i: int, size: int) -> Write:
-        """A write of ``size`` tokens to a layer; made once for all of its window."""
+        """A write of ``size`` tokens to a layer; made once for all of its window.
+
+        ``Live.reserve`` makes new buffers before each write, so none is found twice.
+        """
         key = self.windows[i], size
         if key not in self._writes:
             slots = None

@@ -17,7 +17,7 @@ from .flight import Flight, Parts, Row
 from .forward import draft_step, launch, verify_forward
 from .live import Live
 from .propose import propose
-from .rounds import Seed
+from .rounds import Draft, Seed
 from .rule import Decision
 from .target import Target
 
@@ -139,14 +139,13 @@ class Decoding:
         crew, live = self.crew, self.live
         numbers = self._numbers()
         parts, num = Parts(self.rows, numbers), max(numbers)
-        tokens = seed.token[:, None]
+        draft = Draft.none(len(self.rows))
         for part in parts.parts:
             part.rule.begin(num)
         if num:
             step = draft_step(crew.target, crew.drafter, live, crew.position)
             draft = propose(step, seed, num, parts.draw)
-            tokens = mx.concatenate([tokens, draft.tokens], axis=1)
-        hidden, logits = verify_forward(crew.target, live, tokens)
+        hidden, logits = verify_forward(crew.target, live, draft.after(seed))
         trials = parts.judge(logits)
         flight = Flight(list(self.rows), parts, trials, hidden, numbers)
         verdict = flight.verdict
@@ -240,4 +239,5 @@ def failed(
     tokens: Optional[list[int]] = None,
 ) -> Response:
     """The last response of a sequence that failed."""
+    # mlx-lm's server takes up to eleven of the log-probs.
     return Response(uid, 0, mx.zeros(16), "error", cache, tokens, error=error)

@@ -73,9 +73,7 @@ class Part:
     def draft(self) -> Draft:
         """What was drawn, as far as its rows take it."""
         n = self.drafts
-        if not n:
-            return Draft(mx.zeros((len(self.places), 0), mx.uint32))
-        return joined(self.drawn[:n])
+        return joined(self.drawn[:n]) if n else Draft.none(len(self.places))
 
 
 class Parts:
@@ -161,7 +159,7 @@ class Flight:
         return [self.hidden, *(a for trial in self.trials for a in trial.pending())]
 
     def drawn(self) -> list[mx.array]:
-        """What must be computed before the target's K/V may change in place."""
+        """What was computed from the target's K/V."""
         return [a for trial in self.trials for a in trial.draft.pending()]
 
     def seed(self, ahead: bool) -> Seed:

@@ -74,14 +74,14 @@ def draft_step(target: Target, drafter: Any, live: Live, shift: int) -> Step:
     return step
 
 
-def launch(live: Live, drawn: list[mx.array], round: list[mx.array]) -> None:
+def launch(live: Live, drawn: list[mx.array], pending: list[mx.array]) -> None:
     """Have the device begin a round.
 
     Args:
         live: The target's K/V.
         drawn: What its drafts computed from them, nothing if there are no drafts.
-        round: All that it computes.
+        pending: All that it computes.
     """
     if drawn and live.largest > COPIED:
         mx.eval(drawn)
-    mx.async_eval(round)
+    mx.async_eval(pending)

@@ -105,7 +105,7 @@ class Run:
             return
         live = self.live = Live([self.caches])
         self.rule.begin(0)
-        flying = Round(self.rule.judge(_nothing(), logits), hidden, reads_prompt=True)
+        flying = Round(self.rule.judge(Draft.none(), logits), hidden, reads_prompt=True)
         left = max_tokens if max_tokens > 0 else ENDLESS
         while True:
             # Every round brings a token at least.
@@ -175,15 +175,13 @@ class Run:
     def _build(self, live: Live, seed: Seed, num: int) -> Round:
         """Draft ``num`` tokens and judge them; nothing of it is evaluated."""
         self.rule.begin(num)
-        draft = _nothing()
+        draft = Draft.none()
         if num:
             step = draft_step(self.target, self.drafter, live, self.draft_position)
             draft = propose(step, seed, num, self.rule.draw)
             if not self._ahead:
                 mx.async_eval(*draft.pending())
-        drafted = draft.tokens.astype(seed.token.dtype)
-        tokens = mx.concatenate([seed.token[:, None], drafted], axis=1)
-        hidden, logits = verify_forward(self.target, live, tokens)
+        hidden, logits = verify_forward(self.target, live, draft.after(seed))
         trial = self.rule.judge(draft, logits)
         live.wrote(1 + num, trial.verdict.accepted if trial.verdict else None)
         return Round(trial, hidden)
@@ -191,7 +189,7 @@ class Run:
     def _launch(self, live: Live, built: Round) -> None:
         if built is self._flying:
             return
-        drawn = built.trial.draft.pending() if built.size else []
+        drawn = built.trial.draft.pending()
         launch(live, drawn, [*built.trial.pending(), built.hidden])
         self._flying = built
 
@@ -239,8 +237,3 @@ class Run:
             missing = mx.array([self.yielded[held - end :]])
             self.target.hidden(missing, self.caches)
         mx.eval([c.state for c in self.caches])
-
-
-def _nothing() -> Draft:
-    """The draft of a round without drafts."""
-    return Draft(mx.zeros((1, 0), mx.uint32))

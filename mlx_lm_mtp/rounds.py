@@ -45,8 +45,20 @@ class Draft:
         """K."""
         return self.tokens.shape[1]
 
+    @classmethod
+    def none(cls, rows: int = 1) -> "Draft":
+        """The draft of a round without drafts."""
+        return cls(mx.zeros((rows, 0), mx.uint32))
+
+    def after(self, seed: Seed) -> mx.array:
+        """What a verify reads: the seed token and the drafts, [B, 1 + K]."""
+        drafted = self.tokens.astype(seed.token.dtype)
+        return mx.concatenate([seed.token[:, None], drafted], axis=1)
+
     def pending(self) -> list[mx.array]:
-        """The arrays to evaluate before the target's cache may change."""
+        """What was computed from the target's K/V."""
+        if not self.size:
+            return []
         law = [] if self.logprobs is None else [self.logprobs]
         return [self.tokens, *law, *([] if self.ids is None else [self.ids])]
 

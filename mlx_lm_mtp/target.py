@@ -54,13 +54,6 @@ class Target:
         shared = self.config.num_kv_shared_layers
         return self._inner.layers[: len(self._inner.layers) - shared]
 
-    def windows(self) -> tuple[Optional[int], ...]:
-        """How far each of them sees; None without an end."""
-        return tuple(
-            self.window if layer.layer_type == "sliding_attention" else None
-            for layer in self.owners()
-        )
-
     def kv_shapes(self) -> dict[str, tuple[int, int]]:
         """K/V heads and head size that each attention type shares."""
         return {
