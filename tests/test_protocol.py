@@ -165,6 +165,16 @@ def test_batch_generate_takes_a_draft_model(pair, prompts):
     assert found.stats.generation_tokens == wanted.stats.generation_tokens
 
 
+def test_batch_generate_tells_what_the_drafts_did(pair_e, capsys, caplog):
+    mlx_lm_mtp.enable()
+    model, tokenizer = pair_e.model, pair_e.tokenizer
+    options = {"draft_model": pair_e.drafter, "verbose": True, "max_tokens": 20}
+    batch_generate(model, tokenizer, [[1, 2]], num_draft_tokens=2, **options)
+    assert "MTP: " in capsys.readouterr().out and not caplog.text
+    batch_generate(model, tokenizer, [[1, 2]], **{**options, "max_tokens": 1})
+    assert "was not used: the text ended before" in caplog.text
+
+
 def test_batch_generate_raises_what_a_processor_raises(pair_e):
     def broken(history, logits):
         raise ZeroDivisionError("mine")
