@@ -29,7 +29,7 @@ def check(caches: list[Any], expected: list[Any]) -> None:
             f"{len(expected)}: make it with make_prompt_cache(model)"
         )
     for i, (cache, like) in enumerate(zip(caches, expected, strict=True)):
-        if type(cache) is type(like) and _window(cache) == _window(like):
+        if _kind(cache) == _kind(like):
             continue
         hint = "make it with make_prompt_cache(model)"
         if isinstance(cache, QuantizedKVCache):
@@ -46,20 +46,18 @@ def check(caches: list[Any], expected: list[Any]) -> None:
         )
 
 
-def _window(cache: Any) -> Optional[tuple[int, int]]:
-    if isinstance(cache, RotatingKVCache):
-        return cache.max_size, cache.keep
-    return None
-
-
-def _describe(cache: Any) -> str:
-    window = _window(cache)
-    return type(cache).__name__ + (f" of window {window[0]}" if window else "")
-
-
 def window(cache: Any) -> Optional[int]:
     """W of a cache, None where it keeps everything."""
     return cache.max_size if isinstance(cache, RotatingKVCache) else None
+
+
+def _kind(cache: Any) -> tuple[Any, ...]:
+    return type(cache), window(cache), getattr(cache, "keep", None)
+
+
+def _describe(cache: Any) -> str:
+    size = window(cache)
+    return type(cache).__name__ + (f" of window {size}" if size else "")
 
 
 def length(caches: list[Any]) -> int:

@@ -17,7 +17,6 @@ from .target import Target
 # ids [B, C] or None, and their logits [B, C] or [B, V].
 Step = Callable[[mx.array, mx.array], tuple[mx.array, Optional[mx.array], mx.array]]
 
-
 # Drafts read two of the buffers that the target then writes. MLX copies a buffer that
 # is being read; above this many bytes it is cheaper to let the drafts finish first.
 COPIED = 32 << 20
