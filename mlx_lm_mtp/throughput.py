@@ -17,6 +17,7 @@ from mlx_lm.generate import BatchGenerator
 from .batch import MTPBatchGenerator
 from .bench.dial import Dial
 from .bench.summary import table
+from .generate import checked_number
 from .machine import about
 from .rounds import MTPError
 from .rule import Rule
@@ -44,6 +45,8 @@ def main(args: argparse.Namespace) -> int:
     """The command: its exit status."""
     if min(args.rows) < 1 or args.context < 2 or args.seconds <= 0:
         raise MTPError("--rows must be 1 or more, --context 2, --seconds above 0")
+    for number in args.num_draft_tokens:
+        checked_number(number)
     subject = open_subject(args)
     print(f"{subject.name}, {args.context} tokens of context")
     print("\n".join(f"- {name}: {value}" for name, value in about().items()))

@@ -24,6 +24,12 @@ def test_the_command_refuses_in_one_line(capsys):
     assert "--rows must be 1 or more" in line
 
 
+def test_a_wrong_number_of_drafts_is_refused_before_any_work(capsys):
+    assert main(["throughput", "--num-draft-tokens", "1", "-1"]) == 1
+    told = capsys.readouterr()
+    assert "num_draft_tokens is -1" in told.err and not told.out
+
+
 # Seconds of a round of so many rows with so many drafts: many rows leave nothing idle.
 def cost(rows, drafts):
     return 1.0 + 0.05 * drafts + 0.9 * (rows > 4) * drafts
