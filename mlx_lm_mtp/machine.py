@@ -1,5 +1,6 @@
 """What a measurement was made on: versions, device, memory."""
 
+import math
 import platform
 import sys
 from importlib.metadata import version
@@ -13,6 +14,7 @@ from . import __version__
 PACKAGES = ("mlx", "mlx-lm", "transformers")
 FAST_BLAS = ("openblas", "libmkl", "libblis", "libarmpl")
 MEMORY_KEYS = ("max_recommended_working_set_size", "memory_size", "total_memory")
+CROWDED = 0.8  # of the memory; with more the system moves some of it to disk
 
 
 def about() -> dict[str, Any]:
@@ -32,6 +34,12 @@ def memory() -> dict[str, int]:
     sizes = [int(info[key]) for key in MEMORY_KEYS if key in info]
     known = {"available": sizes[0]} if sizes else {}
     return {"active": mx.get_active_memory(), "peak": mx.get_peak_memory(), **known}
+
+
+def room() -> float:
+    """Bytes that may still be used; no end where MLX does not tell what there is."""
+    found = memory()
+    return CROWDED * found.get("available", math.inf) - found["active"]
 
 
 def uses_reference_blas() -> bool:

@@ -16,7 +16,7 @@ from mlx_lm_mtp import MTPError, MTPStats, bench, mtp_generate_step, synthetic
 from mlx_lm_mtp import measure as measuring
 from mlx_lm_mtp.__main__ import main
 from mlx_lm_mtp.bench.dial import dialled_step
-from mlx_lm_mtp.bench.run import Bench, Cell, Generation, plain, with_drafts
+from mlx_lm_mtp.bench.run import Cell, Generation, Text, plain, with_drafts
 from mlx_lm_mtp.bench.summary import HEAD, cells_of, merged, summarise, table
 from mlx_lm_mtp.depth import Pinned, best_depth
 from mlx_lm_mtp.doctor import examine
@@ -223,7 +223,7 @@ def test_ratios_are_taken_within_a_run():
     cell, costs = Cell("code", 0, 0.0), Costs(9, 0.1, {2: 0.11}, {1: 0.01}, 0.01)
     speeds = {plain(): [10, 20, 40], with_drafts(1): [11, 40, 60]}
     found = [
-        Generation(cell, method, run, tokens=2, seconds=1 / rate)
+        Generation(cell, method, run, tokens=2, rounds=1, seconds=2 / rate)
         for method, rates in speeds.items()
         for run, rate in enumerate(rates)
     ]
@@ -234,14 +234,12 @@ def test_ratios_are_taken_within_a_run():
     ratios = second.low, second.ratio, second.high
     assert ratios == pytest.approx((1.1, 1.5, 2.0))
     assert second.predicted == pytest.approx(2 / 0.12 * 0.1)
-    assert second.bare == pytest.approx(1 / 40 / 0.12)
+    assert second.bare == pytest.approx(2 / 40 / 0.12)
 
 
 def test_a_text_of_one_token_has_no_speed():
     cell, costs = Cell("code", 0, 0.0), Costs(9, 0.1, {2: 0.11}, {1: 0.01}, 0.01)
-    found = [
-        Generation(cell, method, 0, tokens=1) for method in (plain(), with_drafts(1))
-    ]
+    found = [Generation(cell, method, 0) for method in (plain(), with_drafts(1))]
     rows = summarise(cell, found, costs, {})
     assert [row.rate for row in rows] == [None, None]
     text = table([cells_of(row) for row in rows], markdown=True)
@@ -298,14 +296,14 @@ def test_the_command_on_a_trained_pair(pair_e, capsys):
 
 
 def test_an_interrupt_shows_what_there_is(capsys, monkeypatch):
-    honest = Bench._generate
+    honest = Text.go_on
 
-    def interrupted(self, cell, read, method, run):
-        if run == 1:
+    def interrupted(self, size, ends):
+        if self.out.run == 1:
             raise KeyboardInterrupt
-        return honest(self, cell, read, method, run)
+        return honest(self, size, ends)
 
-    monkeypatch.setattr(Bench, "_generate", interrupted)
+    monkeypatch.setattr(Text, "go_on", interrupted)
     less = ("--contexts", "0", "--temps", "0", "--num-draft-tokens", "1", "2")
     assert main(["bench", *SMALL, *less, "--time-limit", "20"]) == 130
     out = capsys.readouterr().out

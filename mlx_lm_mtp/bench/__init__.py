@@ -1,7 +1,8 @@
 """``python -m mlx_lm_mtp bench``: plain decoding, MTP at every depth, in one process.
 
-Methods take turns, so that a machine that slows down slows all of them; ratios are
-taken within a turn. Speeds are of decoding alone, from the first token to the last.
+Methods take turns within each text, so that a machine that slows down slows all of
+them; ratios are to the plain text that was generated meanwhile. Speeds are of decoding
+alone.
 """
 
 import argparse
@@ -95,7 +96,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         for generation in bench.generations():
             generations.append(generation)
-            show.generation(generation, len(cells) * len(methods) * args.runs)
+            show.generation(generation)
         # Again, as a machine may be in another mood by now.
         again = _costs(bench, args.time_limit)
         costs = {
@@ -169,7 +170,6 @@ class _Show:
 
     def __init__(self, args: argparse.Namespace, subject: Subject) -> None:
         self.args, self.subject = args, subject
-        self.done = 0
 
     def about(self) -> None:
         found = {"pair": self.subject.name} | about()
@@ -185,8 +185,7 @@ class _Show:
         else:
             print("\n" + costs_table(costs, self.args.markdown))
 
-    def generation(self, generation: Generation, total: int) -> None:
-        self.done += 1
+    def generation(self, generation: Generation) -> None:
         if self.args.json:
             method = generation.method.name
             numbers = {k: v for k, v in vars(generation).items() if k != "method"}
@@ -194,8 +193,8 @@ class _Show:
             numbers["stats"] = asdict(generation.stats)
             _line("generation", {"method": method} | numbers)
         elif sys.stderr.isatty():
-            end = "\r" if self.done < total else "\n"
-            print(f"{self.done} of {total} texts", end=end, file=sys.stderr)
+            turn = f"{generation.run + 1} of {self.args.runs}"
+            print(f"{generation.cell.label}: {turn}", file=sys.stderr)
 
     def rows(self, cell: Cell, rows: list[Row]) -> None:
         if self.args.json:

@@ -1,18 +1,23 @@
 """Generate with every method in turn, in one process, and time it."""
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Container, Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Optional
 
 import mlx.core as mx
-from mlx_lm.generate import generate_step, speculative_generate_step
+from mlx_lm.generate import (
+    generate_step,
+    generation_stream,
+    speculative_generate_step,
+)
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from ..depth import Adaptive, Pinned
 from ..generate import mtp_generate_step
+from ..machine import room
 from ..measure import Prefilled, prefill
 from ..stats import MTPStats
 from ..subject import Subject
@@ -22,6 +27,7 @@ PLAIN, DRAFT_MODEL, ADAPTIVE = "plain", "draft model", "adaptive"
 DRAFT_MODEL_TOKENS = 3  # the default of mlx-lm's commands
 TOP_P, TOP_K = 0.95, 64  # Gemma's own
 WARM_UP = 12  # tokens
+SLICE = 32  # tokens that a method generates before the next has its turn
 SETTLE = 160  # tokens in which the depth that adapts has tried the others
 
 
@@ -76,22 +82,82 @@ def with_drafts(num: Optional[int]) -> Method:
 
 @dataclass
 class Generation:
-    """One timed text."""
+    """One text, and what was timed of it: whole rounds, each followed by another.
+
+    Plain decoding is made of rounds of one token.
+    """
 
     cell: Cell
     method: Method
     run: int
+    group: int = 0  # of methods that took turns
     tokens: int = 0
-    first: float = 0.0  # seconds until the first token, with all but one read before
-    seconds: float = 0.0  # from the first token to the last
+    rounds: int = 0
+    seconds: float = 0.0
     host: float = 0.0  # of these, seconds in which this thread was computing
     peak: int = 0  # bytes
-    stats: MTPStats = field(default_factory=MTPStats)
+    stats: MTPStats = field(default_factory=MTPStats)  # of the whole text
 
     @property
     def rate(self) -> Optional[float]:
-        """Tokens per second of decoding alone; None for a text of one token."""
-        return (self.tokens - 1) / self.seconds if self.tokens > 1 else None
+        """Tokens per second of decoding alone; None if no round was timed."""
+        return self.tokens / self.seconds if self.tokens else None
+
+
+class Text:
+    """A text that is generated a slice at a time."""
+
+    def __init__(self, out: Generation, steps: Generator[Any, None, None]) -> None:
+        self.out = out
+        self.done = False
+        self._steps = steps
+        self._held = 0  # bytes
+
+    def go_on(self, size: int, ends: Container[int]) -> None:
+        """Generate ``size`` tokens, and to the end of a round.
+
+        A round's time is that from the first token of the one before to its own first.
+        The round that flew while others had their turn is not timed.
+
+        Args:
+            size: Tokens.
+            ends: Tokens that end the text.
+        """
+        out, fresh, last = self.out, 0, None
+        for token, _, *drafted in self._steps:
+            if token in ends:
+                break
+            if fresh == 0:
+                now = time.perf_counter(), time.thread_time()
+            fresh += 1
+            if any(drafted):
+                continue
+            # A round's last token is the target's own.
+            if last is not None:
+                out.rounds, out.tokens = out.rounds + 1, out.tokens + fresh
+                out.seconds += now[0] - last[0]
+                out.host += now[1] - last[1]
+            size -= fresh
+            fresh, last = 0, now
+            if size <= 0:
+                return
+        self.close()
+
+    def close(self) -> None:
+        """Generate no more."""
+        self.done = True
+        self._steps.close()
+
+    def weigh(self, weights: int, before: int) -> None:
+        """Note the peak of a slice, as if no other text were there.
+
+        Args:
+            weights: Bytes of both models.
+            before: Bytes that were in use before the slice, when the peak was reset.
+        """
+        peak = weights + self._held + mx.get_peak_memory() - before
+        self.out.peak = max(self.out.peak, peak)
+        self._held += mx.get_active_memory() - before
 
 
 @dataclass
@@ -112,8 +178,8 @@ class Bench:
     def generations(self) -> Iterator[Generation]:
         """Every method in every cell, all cells once before any twice.
 
-        Stops at the deadline, so a short time means fewer repetitions first; the first
-        cell is always finished once.
+        Stops at the deadline, so a short time means fewer repetitions first; in the
+        first cell every method has a slice at least.
         """
         warmed: set[tuple[int, float]] = set()
         for run in range(self.runs):
@@ -122,12 +188,46 @@ class Bench:
                 if run == 0:
                     self._warm(cell, read, warmed)
                     self._first_tokens(cell)
-                turn = run % len(self.methods)
-                for method in self.methods[turn:] + self.methods[:turn]:
+                for group, methods in enumerate(self._groups(read, run)):
                     least = run == 0 and cell == self.cells[0]
                     if time.perf_counter() > self.deadline and not least:
                         return
-                    yield self._generate(cell, read, method, run)
+                    found = [Generation(cell, m, run, group) for m in methods]
+                    self._take_turns(read, found)
+                    yield from found
+
+    def _groups(self, read: Prefilled, run: int) -> list[list[Method]]:
+        """Plain decoding, and with it as many others as the memory holds."""
+        first, *others = self.methods
+        turn = run % max(len(others), 1)
+        others = others[turn:] + others[:turn]
+        size = int(min(len(others), room() / max(read.nbytes, 1) - 1))
+        size = max(size, 1)
+        parts = [others[i : i + size] for i in range(0, len(others), size)]
+        return [[first, *part] for part in parts or [[]]]
+
+    def _take_turns(self, read: Prefilled, found: list[Generation]) -> None:
+        """Generate a text with every method, in slices."""
+        mx.random.seed(found[0].run)
+        mx.clear_cache()
+        weights = mx.get_active_memory() - read.nbytes
+        texts = [Text(out, self._text(read, out)) for out in found]
+        while texts:
+            for text in texts:
+                before = mx.get_active_memory()
+                mx.reset_peak_memory()
+                text.go_on(SLICE, self.subject.ends)
+                mx.synchronize(generation_stream)
+                text.weigh(weights, before)
+            late = time.perf_counter() > self.deadline
+            for text in texts:
+                if late:
+                    text.close()
+            texts = [text for text in texts[1:] + texts[:1] if not text.done]
+
+    def _text(self, read: Prefilled, out: Generation) -> Generator[Any, None, None]:
+        size, stats = self.max_tokens, out.stats
+        return self._steps(out.cell, read.last, read.copies(), out.method, size, stats)
 
     def _first_tokens(self, cell: Cell) -> None:
         mine = next((m for m in self.methods if m.start is None), None)
@@ -161,31 +261,6 @@ class Bench:
                     cell, read.last, read.copies(), method, size, stats
                 ):
                     pass
-
-    def _generate(
-        self, cell: Cell, read: Prefilled, method: Method, run: int
-    ) -> Generation:
-        out = Generation(cell, method, run)
-        mx.random.seed(run)
-        mx.clear_cache()
-        mx.reset_peak_memory()
-        steps = self._steps(
-            cell, read.last, read.copies(), method, self.max_tokens, out.stats
-        )
-        start = begin = time.perf_counter()
-        busy = time.thread_time()
-        for token, *_ in steps:
-            now = time.perf_counter()
-            if out.tokens == 0:
-                out.first, start, busy = now - begin, now, time.thread_time()
-            out.tokens += 1
-            out.seconds, out.host = now - start, time.thread_time() - busy
-            if token in self.subject.ends:
-                break
-        steps.close()
-        # The prefilled caches lie beside the copies that are written to.
-        out.peak = mx.get_peak_memory() - read.nbytes
-        return out
 
     def _steps(
         self,

@@ -1,6 +1,6 @@
 """From generations to rows of a table."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from statistics import median
@@ -15,6 +15,7 @@ HEAD = (
     "tok/s",
     "x plain",
     "spread",
+    "x best K",
     "predicted",
     "tok/forward",
     "accepted by position",
@@ -28,7 +29,7 @@ HEAD = (
 
 @dataclass
 class Row:
-    """One method in one cell. Ratios are taken within a run; these are their median."""
+    """One method in one cell. Ratios are taken run by run; these are their medians."""
 
     method: Method
     stats: MTPStats
@@ -37,6 +38,7 @@ class Row:
     ratio: Optional[float] = None  # to plain
     low: Optional[float] = None  # of the ratios
     high: Optional[float] = None
+    best: Optional[float] = None  # to the best pinned number, see ``against_best``
     predicted: Optional[float] = None  # the ratio by bare calls and acceptance
     round: Optional[float] = None  # seconds
     bare: Optional[float] = None  # the round over its bare calls
@@ -85,11 +87,16 @@ def summarise(
     if cell.acceptance is not None:
         accepted = [cell.acceptance] * len(costs.draft)
     speeds = predicted(costs, accepted)
-    plain = {g.run: g.rate for g in mine if g.method.name == PLAIN}
+    ratios = _ratios(mine)
+    best = against_best(list(ratios.values()))
     rows = []
     for method in dict.fromkeys(g.method for g in mine):
         group = [g for g in mine if g.method == method]
-        row = _row(method, group, plain)
+        row = _row(method, group)
+        found = [run[method] for run in ratios.values() if method in run]
+        if found:
+            row.ratio, row.low, row.high = median(found), min(found), max(found)
+        row.best = best.get(method)
         row.first = first.get((cell, method.name))
         expected = None
         if method.name == ADAPTIVE and accepted:
@@ -102,22 +109,51 @@ def summarise(
     return rows
 
 
-def _row(
-    method: Method, group: list[Generation], plain: dict[int, Optional[float]]
-) -> Row:
-    rates = [g.rate for g in group if g.rate]
-    ratios = [g.rate / base for g in group if g.rate and (base := plain.get(g.run))]
+def _row(method: Method, group: list[Generation]) -> Row:
     stats = merged(g.stats for g in group)
     row = Row(method, stats, peak=max(g.peak for g in group))
-    if rates:
-        row.rate = median(rates)
-    if ratios:
-        row.ratio, row.low, row.high = median(ratios), min(ratios), max(ratios)
-    timed = [g for g in group if g.stats.rounds]
+    timed = [g for g in group if g.rounds]
     if timed:
-        row.round = median(g.seconds / g.stats.rounds for g in timed)
-        row.host = median(g.host / g.stats.rounds for g in timed)
+        row.rate = median(g.tokens / g.seconds for g in timed)
+    if timed and stats.rounds:
+        row.round = median(g.seconds / g.rounds for g in timed)
+        row.host = median(g.host / g.rounds for g in timed)
     return row
+
+
+def _ratios(generations: list[Generation]) -> dict[int, dict[Method, float]]:
+    """Speeds over that of the plain text they took turns with, by run and method."""
+    plain = {(g.run, g.group): g.rate for g in generations if g.method.name == PLAIN}
+    found: dict[int, dict[Method, float]] = {}
+    for g in generations:
+        base = plain.get((g.run, g.group))
+        if g.rate and base:
+            found.setdefault(g.run, {})[g.method] = g.rate / base
+    return found
+
+
+def against_best(ratios: Sequence[Mapping[Method, float]]) -> dict[Method, float]:
+    """The speed of each method over that of the best pinned number, in the median.
+
+    Which number is the best in a run is decided by the other runs: chosen by its own
+    noise it would look better than it is.
+
+    Args:
+        ratios: For each run, speeds over plain decoding's.
+    """
+    found: dict[Method, list[float]] = {}
+    for i, here in enumerate(ratios):
+        others = [*ratios[:i], *ratios[i + 1 :]]
+        usual = {
+            method: median([run[method] for run in others if method in run] or [ratio])
+            for method, ratio in here.items()
+            if method.drafts is not None
+        }
+        if usual:
+            best = here[max(usual, key=usual.__getitem__)]
+            for method, ratio in here.items():
+                found.setdefault(method, []).append(ratio / best)
+    return {method: median(shares) for method, shares in found.items()}
 
 
 def cells_of(row: Row) -> list[str]:
@@ -129,6 +165,7 @@ def cells_of(row: Row) -> list[str]:
         _text(row.rate, ".1f"),
         _text(row.ratio, ".2f"),
         spread,
+        _text(row.best, ".2f"),
         _text(row.predicted, ".2f"),
         _text(row.stats.tokens_per_forward or None, ".2f"),
         shares,

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
+from ..machine import CROWDED
+
 COSTLY_STEP = 0.1  # of a plain step
 LARGE_DRAFTER = 200e6  # bytes
 POOR = 0.3  # first draft accepted
 SLOWED = 1.25  # plain decoding at the end over the beginning
-CROWDED = 0.8  # of the memory
 
 
 def warnings(report: dict[str, Any]) -> list[str]:

@@ -168,7 +168,7 @@ def depth(
     for method in methods:
         mine = [g for g in generations if g.method == method and g.rate]
         seconds = sum(g.seconds for g in mine)
-        count = sum(g.tokens - 1 for g in mine)
+        count = sum(g.tokens for g in mine)
         found[method.name] = count / seconds if seconds else None
     return {
         "chosen": chosen,
