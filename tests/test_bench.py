@@ -3,6 +3,7 @@
 import argparse
 import json
 import xml.etree.ElementTree as ET
+from unittest import mock
 
 import mlx.core as mx
 import pytest
@@ -15,14 +16,24 @@ from mlx_lm.models import gemma4
 from mlx_lm_mtp import MTPError, MTPStats, bench, mtp_generate_step, synthetic
 from mlx_lm_mtp import measure as measuring
 from mlx_lm_mtp.__main__ import main
-from mlx_lm_mtp.bench.dial import dialled_step
+from mlx_lm_mtp.bench import run
+from mlx_lm_mtp.bench.dial import Dial, dialled_step
 from mlx_lm_mtp.bench.run import Cell, Generation, Text, plain, with_drafts
-from mlx_lm_mtp.bench.summary import HEAD, cells_of, merged, summarise, table
+from mlx_lm_mtp.bench.summary import (
+    HEAD,
+    against_best,
+    cells_of,
+    merged,
+    summarise,
+    table,
+)
 from mlx_lm_mtp.depth import Pinned, best_depth
 from mlx_lm_mtp.doctor import examine
 from mlx_lm_mtp.measure import Costs, measure, predicted, prefill, shares
 from mlx_lm_mtp.pair import check_pair, model_file
 from mlx_lm_mtp.prompts import KINDS, make_prompt, random_prompt
+from mlx_lm_mtp.residual import make_rule
+from mlx_lm_mtp.rounds import Draft
 from mlx_lm_mtp.subject import add_pair_arguments, open_subject
 from mlx_lm_mtp.synthetic import SIZES, configs, make_pair
 from mlx_lm_mtp.target import Target
@@ -98,22 +109,32 @@ def test_no_such_size_or_bits():
         make_pair("e2b", bits=5)
 
 
-def dial(pair, acceptance, drafts, tokens=400):
-    stats = MTPStats()
+def dial(pair, acceptance, drafts, tokens=400, stats=None):
+    """The places of a text that were drafted, and those where a draft fell."""
+    stats = stats or MTPStats()
     read = prefill(pair[0], mx.arange(8))
     mx.random.seed(0)
     steps = dialled_step(
         read.last,
         *pair,
         acceptance=acceptance,
+        seed=0,
         depth=Pinned(drafts),
         max_tokens=tokens,
         sampler=None,
         prompt_cache=read.copies(),
         stats=stats,
     )
-    assert len(list(steps)) == tokens
-    return stats
+    flags = [from_draft for _, _, from_draft in steps]
+    assert len(flags) == tokens
+    stood, fell, run = set(), set(), 0
+    for place, from_draft in enumerate(flags):
+        if from_draft:
+            stood.add(place)
+        elif 0 < place < tokens - 9 and run < drafts:
+            fell.add(place)
+        run = run + 1 if from_draft else 0
+    return stood, fell
 
 
 @pytest.fixture(scope="module")
@@ -123,17 +144,78 @@ def small():
 
 @pytest.mark.parametrize("acceptance", [0.0, 1.0])
 def test_the_dial_at_its_ends(small, acceptance):
-    stats = dial(small, acceptance, 3, tokens=41)
+    stats = MTPStats()
+    dial(small, acceptance, 3, 41, stats)
     assert stats.tokens_per_forward == (4 if acceptance else 1)
     assert set(stats.acceptance) == {acceptance}
 
 
-def test_the_dial_is_a_coin_for_each_draft(small):
-    stats = dial(small, 0.7, 4)
+def test_the_dial_keeps_its_share_at_every_position(small):
+    stats = MTPStats()
+    dial(small, 0.7, 4, 400, stats)
     for share, seen in zip(
         shares(stats), [stats.rounds, *stats.accepted], strict=False
     ):
         assert abs(share - 0.7) < 5 * (0.21 / seen) ** 0.5
+
+
+def test_the_same_places_are_hard_for_every_number_of_drafts(small):
+    texts = {num: dial(small, 0.7, num, 200) for num in (1, 3, 8)}
+    for stood, fell in texts.values():
+        assert stood and fell
+        assert not any(fell & others for others, _ in texts.values())
+
+
+def test_rows_of_a_batch_are_dealt_different_cards():
+    rule = Dial(make_rule(None, None, 5), 0.5)
+    draft = Draft(mx.zeros((4, 8), mx.uint32))
+    seen = [rule.judge(draft, mx.zeros((4, 9, 5))).verdict.accepted for _ in range(20)]
+    assert len({tuple(row) for row in mx.stack(seen, axis=1).tolist()}) == 4
+
+
+@given(st.lists(st.integers(1, 9), min_size=1), st.integers(1, 12))
+def test_whole_rounds_are_timed_but_those_that_waited(sizes, size):
+    """A round's time is the one that its own tokens are divided by."""
+    clock, waited, begin = [0.0], set(), [True]
+
+    def steps():
+        for i, count in enumerate(sizes):
+            waited.update([i] if begin[0] else [])
+            begin[0] = False
+            clock[0] += 2.0**i
+            yield from ((i, None, j < count - 1) for j in range(count))
+
+    text = Text(Generation(Cell("code", 0, 0.0), plain(), 0), steps())
+    with mock.patch.object(run.time, "perf_counter", lambda: clock[0]):
+        while not text.done:
+            begin[0] = True
+            text.go_on(size, ())
+    timed = [i for i in range(len(sizes)) if i not in waited]
+    assert text.out.seconds == sum(2.0**i for i in timed)
+    assert text.out.tokens == sum(sizes[i] for i in timed)
+    assert text.out.rounds == len(timed)
+
+
+def test_a_small_memory_has_methods_take_turns_in_groups(capsys, monkeypatch):
+    """Each group has a plain text of its own, and everything is measured."""
+    monkeypatch.setattr(run, "room", lambda: 0)
+    less = ("--contexts", "0", "--temps", "0", "--num-draft-tokens", "1", "2", "3")
+    output = ("--runs", "2", "--json", "--time-limit", "60")
+    assert main(["bench", *SMALL, *less, *output]) == 0
+    found = lines(capsys)
+    names = [s["method"] for s in found if s["event"] == "generation"]
+    assert names.count("plain") == 6 and names.count("K = 3") == 2
+    summaries = {s["method"]: s for s in found if s["event"] == "summary"}
+    assert len(summaries) == 4 and all(s["ratio"] > 0 for s in summaries.values())
+
+
+def test_the_best_number_is_chosen_by_the_other_runs():
+    one, two, free = with_drafts(1), with_drafts(2), with_drafts(None)
+    ratios = [{one: 1.0, two: 2.0, free: 2.0}] * 3 + [{one: 9.0, two: 1.0, free: 3.0}]
+    # The fourth run alone would choose one draft.
+    assert against_best(ratios) == {one: 0.5, two: 1.0, free: 1.0}
+    assert against_best(ratios[3:])[free] == pytest.approx(1 / 3)
+    assert against_best([{free: 1.0}]) == {}
 
 
 def test_a_copy_of_prefilled_caches_decodes_as_the_whole_prompt(small):

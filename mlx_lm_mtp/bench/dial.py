@@ -20,18 +20,29 @@ from ..rule import Rule, Trial
 from ..stats import MTPStats
 from ..target import Target
 
+DECK = 128  # cards
+
 
 class Dial:
-    """A rule whose drafts stand by the fall of coins, for as long as none fails.
+    """A rule whose drafts stand by the fall of cards, for as long as none fails.
+
+    Every place of a text has a card of a deck that is shuffled by ``seed``, so some
+    stretches of a text are hard and others easy, and are so for every method that is
+    compared. Each row of a batch begins elsewhere in the deck.
 
     All of the work is still done, on the device and on the host. Random weights repeat
     themselves, and a mixture of experts reads less for tokens that are alike: drafts
     are moved to other tokens. The token that follows is the one the rule found.
     """
 
-    def __init__(self, rule: Rule, acceptance: float) -> None:
+    def __init__(self, rule: Rule, acceptance: float, seed: int = 0) -> None:
         self._rule = rule
-        self._acceptance = acceptance
+        good = round(acceptance * DECK)
+        cards = [1] * good + [0] * (DECK - good)
+        random.Random(seed).shuffle(cards)
+        self._cards = mx.array(cards)
+        self._places = mx.zeros((0,), mx.int32)  # [B], as of the latest draft
+        self._passed = 0  # places since
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._rule, name)
@@ -47,10 +58,16 @@ class Dial:
         """As the rule does, but for how many drafts stand."""
         trial = self._rule.judge(draft, logits)
         assert trial.verdict is not None
+        self._passed += 1  # the seed's place
         if not draft.size:
             return trial
-        coins = mx.random.bernoulli(self._acceptance, draft.tokens.shape)
-        accepted = mx.cumprod(coins.astype(mx.int32), axis=1).sum(axis=1)
+        rows, num = draft.tokens.shape
+        if len(self._places) != rows:
+            self._places = mx.arange(rows) * (DECK // rows)
+        places = self._places + self._passed
+        cards = mx.take(self._cards, (places[:, None] + mx.arange(num)) % DECK)
+        accepted = mx.cumprod(cards, axis=1).sum(axis=1)
+        self._places, self._passed = places + accepted, 0
         return replace(trial, verdict=Verdict(accepted, trial.verdict.token))
 
 
@@ -60,6 +77,7 @@ def dialled_step(
     drafter: Any,
     *,
     acceptance: float,
+    seed: int,
     depth: Adaptive | Pinned,
     max_tokens: int,
     sampler: Optional[Sampler],
@@ -68,7 +86,7 @@ def dialled_step(
 ) -> Generator[Emission, None, None]:
     """``mtp_generate_step`` on a cache that is not needed afterwards."""
     target = Target(model)
-    rule = Dial(make_rule(sampler, None, target.vocab_size), acceptance)
+    rule = Dial(make_rule(sampler, None, target.vocab_size), acceptance, seed)
     run = Run(target, drafter, prompt_cache, cast(Rule, rule), stats, depth, 0)
     with mx.stream(generation_stream):
         yield from run.steps(prompt, None, max_tokens, PREFILL, lambda *_: None)

@@ -270,6 +270,7 @@ class Bench:
         method: Method,
         max_tokens: int,
         stats: MTPStats,
+        seed: int = 0,
     ) -> Generator[Any, None, None]:
         hot = {"top_p": TOP_P, "top_k": TOP_K} if cell.temp > 0 else {}
         options: dict[str, Any] = {
@@ -292,5 +293,10 @@ class Bench:
         fixed = None if method.drafts is None else Pinned(method.drafts)
         depth = fixed or self.learnt.setdefault(cell, Adaptive())
         return dialled_step(
-            prompt, *pair, acceptance=cell.acceptance, depth=depth, **options
+            prompt,
+            *pair,
+            acceptance=cell.acceptance,
+            seed=seed,
+            depth=depth,
+            **options,
         )
