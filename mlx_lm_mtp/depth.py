@@ -12,10 +12,11 @@ Only past rounds decide, so the law of the text is kept; see docs/lossless.md.
 import weakref
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from statistics import median_low
-from typing import Any, Protocol
+from typing import Any, Optional, Protocol
 
 MAX_DRAFTS = 8
 PURSE = 0.0075  # of the time may go into depths that are not the best known
@@ -25,6 +26,7 @@ MEMORY = 0.98  # weight of a position's past at each further observation
 FADING = 0.995  # and at each round without one
 UNKNOWN = 0.9  # acceptance that a position may have if nothing is known
 FIRST = 3  # the depth that is tried first
+STRETCH = 3  # rounds of a depth at least
 SAMPLES = 9  # times of a depth that are remembered
 
 
@@ -66,39 +68,71 @@ def best_depth(speeds: Mapping[int, float]) -> int:
 
 
 class Adaptive:
-    """Learns from every round of a pair, in this and later generations."""
+    """Learns from every round of a pair, in this and later generations.
 
-    def __init__(self) -> None:
+    Args:
+        ahead: Rounds are launched before the one that flies is read, which moves a part
+            of their time into its time. Plain decoding's always are.
+    """
+
+    def __init__(self, ahead: bool = False) -> None:
         self.positions = [Position() for _ in range(MAX_DRAFTS)]
         self.costs = [Cost() for _ in range(MAX_DRAFTS + 1)]
         self._purse = 0.0  # seconds
         self._tries: Counter[int] = Counter()  # rounds that fly, by depth
+        self._ahead = ahead
+        self._stretch = Stretch()
+        self._landed: Optional[int] = None  # depth of the latest round that landed
 
     def choose(self, limit: int) -> int:
         limit = max(min(limit, MAX_DRAFTS), 0)
-        if not self.costs[0].sure:
-            return 0
-        rates = self._rates(limit)
-        best = best_depth(rates)
         for position in self.positions:
             position.age += 1
         for cost in self.costs:
             cost.age += 1
+        stretch = self._stretch
+        if stretch.left and stretch.drafts <= limit:
+            stretch.left -= 1
+        else:
+            self._stretch = stretch = self._next(limit)
+        self._tries[stretch.drafts] += stretch.tries
+        return stretch.drafts
+
+    def _next(self, limit: int) -> "Stretch":
+        """What to do for the next rounds."""
+        if not self.costs[0].sure:
+            return Stretch()
+        rates = self._rates(limit)
+        best = best_depth(rates)
+        tried = self._worth_trying(limit, best, rates)
+        chosen = best if tried is None else tried
+        same = chosen == self._stretch.drafts
+        left = 0 if same else STRETCH - 1 + self._ahead
+        return Stretch(chosen, left, tried is not None)
+
+    def _worth_trying(
+        self, limit: int, best: int, rates: Mapping[int, float]
+    ) -> Optional[int]:
+        """A depth that may be better than the best known, and that can be paid."""
         hopes = self._hopes(limit)
         tried = max(range(limit + 1), key=hopes.__getitem__)
         if not any(cost.seconds for cost in self.costs[1:]):
             tried = min(FIRST, limit)
-        if tried != best and hopes[tried] > rates[best]:
-            tokens = expected_tokens(self.acceptance)[tried]
-            if self._expected_cost(tried) - tokens / rates[best] < self._purse:
-                self._tries[tried] += 1
-                return tried
-        return best
+        if tried == best or hopes[tried] <= rates[best]:
+            return None
+        tokens = expected_tokens(self.acceptance)[tried]
+        price = self._expected_cost(tried) - tokens / rates[best]
+        return tried if price < self._purse else None
 
     def learn(self, drafts: int, accepted: Sequence[int], seconds: float) -> None:
         if drafts > MAX_DRAFTS or seconds <= 0 or not accepted:
             return
-        self.costs[drafts].add(seconds)
+        # A machine needs a round to settle after another depth.
+        settled = self._landed == drafts
+        whole = self._stretch.drafts == drafts or (drafts and not self._ahead)
+        if settled and whole:
+            self.costs[drafts].add(seconds)
+        self._landed = drafts
         self._pay(drafts, sum(accepted) / len(accepted))
         for i in range(drafts):
             reached = [a > i for a in accepted if a >= i]
@@ -158,6 +192,15 @@ class Adaptive:
             if cost.sure:
                 change += (1 + accepted) / max(self._rates().values()) - cost.value
         self._purse = min(self._purse + change, FULL * plain.value)
+
+
+@dataclass
+class Stretch:
+    """Rounds of one depth, enough of them that two can be timed."""
+
+    drafts: int = 0
+    left: int = 0  # rounds to go
+    tries: bool = False  # whether another depth is known to be better
 
 
 class Position:
@@ -226,7 +269,7 @@ class Adaptives(dict[int, Adaptive]):
         """What was learnt in rounds of about so many rows."""
         place = 1 << (rows - 1).bit_length() if rows else 0
         if place not in self:
-            self[place] = Adaptive()
+            self[place] = Adaptive(ahead=place > 0)
             self[place].positions = self.setdefault(0, Adaptive()).positions
         return self[place]
 
