@@ -134,10 +134,9 @@ class Adaptive:
             self.costs[drafts].add(seconds)
         self._landed = drafts
         self._pay(drafts, sum(accepted) / len(accepted))
-        for i in range(drafts):
-            reached = [a > i for a in accepted if a >= i]
-            if reached:
-                self.positions[i].add(sum(reached) / len(reached))
+        for stood in accepted:
+            for i in range(min(stood + 1, drafts)):
+                self.positions[i].add(i < stood)
 
     def best(self, limit: int = MAX_DRAFTS) -> int:
         """The depth that earns most by what is known."""
@@ -210,8 +209,8 @@ class Position:
         self.accepted = self.seen = 0.0
         self.age = 0  # rounds since it was last observed
 
-    def add(self, accepted: float) -> None:
-        """Observe it once: whether it was accepted, or by which share of rows."""
+    def add(self, accepted: bool) -> None:
+        """Observe it once."""
         weight = MEMORY * FADING**self.age
         self.accepted = weight * self.accepted + accepted
         self.seen = weight * self.seen + 1

@@ -2,13 +2,14 @@
 
 All sequences of a table's line decode for as long as it is timed, so that none waits
 for the last. Contexts are read once, and every method goes on from copies of them.
+Methods take turns; ratios are taken within a turn.
 """
 
 import argparse
 import copy
-import sys
 import time
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Optional, cast
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ from mlx_lm.generate import BatchGenerator
 
 from .batch import MTPBatchGenerator
 from .bench.dial import Dial
-from .bench.summary import table
+from .bench.summary import markdown_row, merged, table
 from .generate import checked_number
 from .machine import about
 from .rounds import MTPError
@@ -26,9 +27,9 @@ from .subject import Subject, add_pair_arguments, open_subject
 
 ENDLESS = 1 << 30
 PLAIN, ADAPTIVE = "plain", "adaptive"
-WARM = {ADAPTIVE: 60}  # rounds before the clock starts; what learns needs more
-WARM_UP = 4
-LEAST = 6  # rounds
+WARM_UP, LEAST = 4, 6  # rounds before the clock starts, and at least after it
+# Likewise for what learns: at first, and whenever the text begins again.
+SETTLE, SETTLE_AGAIN, LEAST_LEARNING = 100, 20, 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,14 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="N")
     add("--num-draft-tokens", type=int, nargs="*", default=[0, 1, 2, 3, 4], metavar="N")
-    add("--context", type=int, default=256, help="tokens of every prompt")
-    add("--seconds", type=float, default=1.0, help="for which each cell is timed")
+    add("--context", type=int, default=256, help="tokens of a prompt, about")
+    add("--runs", type=int, default=3, help="turns of every method")
+    add("--seconds", type=float, default=0.5, help="for which each turn is timed")
 
 
 def main(args: argparse.Namespace) -> int:
     """The command: its exit status."""
-    if min(args.rows) < 1 or args.context < 2 or args.seconds <= 0:
-        raise MTPError("--rows must be 1 or more, --context 2, --seconds above 0")
+    if min(*args.rows, args.runs) < 1 or args.context < 2 or args.seconds <= 0:
+        raise MTPError(
+            "--rows and --runs must be 1 or more, --context 2, --seconds above 0"
+        )
     for number in args.num_draft_tokens:
         checked_number(number)
     subject = open_subject(args)
@@ -53,27 +57,33 @@ def main(args: argparse.Namespace) -> int:
     contexts = _read(subject, max(args.rows), args.context)
     methods = [PLAIN, *map(str, args.num_draft_tokens), ADAPTIVE]
     heads = ["rows", PLAIN, *(f"{m} drafts" for m in methods[1:-1]), ADAPTIVE]
-    heads += ["of plain", "tokens per round"]
-    lines = []
-    for rows in args.rows:
-        found = []
-        for method in methods:
-            found.append(_timed(args, subject, contexts[:rows], method))
-            if sys.stderr.isatty():
-                print(f"{rows} rows, {method}", end="\r", file=sys.stderr)
-        rates = [f"{speed.rate:.0f}" for speed in found]
-        share = found[-1].rate / found[0].rate
-        lines.append(
-            [
-                str(rows),
-                *rates,
-                f"{share:.2f}",
-                f"{found[-1].stats.tokens_per_forward:.2f}",
-            ]
-        )
     print("\nTokens per second, of all rows together:\n")
-    print(table(lines, markdown=True, head=heads))
+    print(table([], markdown=True, head=[*heads, "of plain", "tokens per round"]))
+    try:
+        for rows in args.rows:
+            print(_line(args, subject, contexts[:rows], methods), flush=True)
+    except KeyboardInterrupt:
+        return 130
     return 0
+
+
+def _line(
+    args: argparse.Namespace,
+    subject: Subject,
+    contexts: list["Context"],
+    methods: list[str],
+) -> str:
+    runs: list[dict[str, Speed]] = []
+    for run in range(args.runs):
+        turn = run % len(methods)
+        runs.append({})
+        for method in methods[turn:] + methods[:turn]:
+            runs[-1][method] = _timed(args, subject, contexts, method, run)
+    rates = [median(found[method].rate for found in runs) for method in methods]
+    share = median(found[ADAPTIVE].rate / found[PLAIN].rate for found in runs)
+    stats = merged(found[ADAPTIVE].stats for found in runs)
+    cells = [len(contexts), *(f"{rate:.0f}" for rate in rates), f"{share:.2f}"]
+    return markdown_row([*map(str, cells), f"{stats.tokens_per_forward:.2f}"])
 
 
 @dataclass(frozen=True)
@@ -94,9 +104,11 @@ class Speed:
 
 def _read(subject: Subject, rows: int, size: int) -> list[Context]:
     generator = MTPBatchGenerator(subject.model, subject.drafter, num_draft_tokens=0)
-    mx.random.seed(0)
-    prompts = mx.random.randint(0, subject.target.vocab_size, (rows, size)).tolist()
-    uids = generator.insert(cast(list[list[int]], prompts), [1] * rows)
+    kinds = subject.kinds
+    # Not one as long as another, so that no two are the same.
+    prompts = [subject.prompt(kinds[i % len(kinds)], size + i) for i in range(rows)]
+    ids = [cast(list[int], prompt.tolist()) for prompt in prompts]
+    uids = generator.insert(ids, [1] * rows)
     found = {}
     while responses := generator.next_generated():
         found.update({r.uid: Context(r.prompt_cache, r.token) for r in responses})
@@ -116,9 +128,16 @@ class Dialled:
 
 
 def _timed(
-    args: argparse.Namespace, subject: Subject, contexts: list[Context], method: str
+    args: argparse.Namespace,
+    subject: Subject,
+    contexts: list[Context],
+    method: str,
+    run: int,
 ) -> Speed:
     rows, stats = len(contexts), MTPStats()
+    warm, least = WARM_UP, LEAST
+    if method == ADAPTIVE:
+        warm, least = SETTLE_AGAIN if run else SETTLE, LEAST_LEARNING
     generator = _generator(args, subject, rows, method, stats)
     generator.insert(
         [[context.last] for context in contexts],
@@ -128,11 +147,11 @@ def _timed(
     going: set[int] = set()
     while len(going) < rows:
         going |= {r.uid for r in generator.next_generated()}
-    for _ in range(WARM.get(method, WARM_UP)):
+    for _ in range(warm):
         generator.next_generated()
     vars(stats).update(vars(MTPStats()))
     start, tokens, rounds = time.perf_counter(), 0, 0
-    while rounds < LEAST or time.perf_counter() - start < args.seconds:
+    while rounds < least or time.perf_counter() - start < args.seconds:
         tokens += len(generator.next_generated())
         rounds += 1
     seconds = time.perf_counter() - start

@@ -21,7 +21,7 @@ def test_the_command_prints_a_table(capsys):
 def test_the_command_refuses_in_one_line(capsys):
     assert main(["throughput", "--rows", "0"]) == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert "--rows must be 1 or more" in line
+    assert "--rows and --runs must be 1 or more" in line
 
 
 def test_a_wrong_number_of_drafts_is_refused_before_any_work(capsys):

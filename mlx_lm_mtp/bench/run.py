@@ -28,7 +28,7 @@ DRAFT_MODEL_TOKENS = 3  # the default of mlx-lm's commands
 TOP_P, TOP_K = 0.95, 64  # Gemma's own
 WARM_UP = 12  # tokens
 SLICE = 32  # tokens that a method generates before the next has its turn
-SETTLE = 240  # tokens in which the depth that adapts has tried the others
+SETTLE = 400  # tokens in which the depth that adapts has tried the others
 
 
 @dataclass(frozen=True)

@@ -186,13 +186,17 @@ def table(
 ) -> str:
     """Columns of text under their heads, for a terminal or for a page."""
     if markdown:
-        lines = [list(head), ["---"] * len(head), *rows]
-        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        return "\n".join(map(markdown_row, [list(head), ["---"] * len(head), *rows]))
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     return "\n".join(
         "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
         for line in [list(head), *rows]
     )
+
+
+def markdown_row(cells: Sequence[str]) -> str:
+    """One line of a table."""
+    return f"| {' | '.join(cells)} |"
 
 
 def costs_table(costs: Costs, markdown: bool = False) -> str:
