@@ -59,31 +59,9 @@ def main(args: argparse.Namespace) -> int:
     heads = ["rows", PLAIN, *(f"{m} drafts" for m in methods[1:-1]), ADAPTIVE]
     print("\nTokens per second, of all rows together:\n")
     print(table([], markdown=True, head=[*heads, "of plain", "tokens per round"]))
-    try:
-        for rows in args.rows:
-            print(_line(args, subject, contexts[:rows], methods), flush=True)
-    except KeyboardInterrupt:
-        return 130
+    for rows in args.rows:
+        print(_line(args, subject, contexts[:rows], methods), flush=True)
     return 0
-
-
-def _line(
-    args: argparse.Namespace,
-    subject: Subject,
-    contexts: list["Context"],
-    methods: list[str],
-) -> str:
-    runs: list[dict[str, Speed]] = []
-    for run in range(args.runs):
-        turn = run % len(methods)
-        runs.append({})
-        for method in methods[turn:] + methods[:turn]:
-            runs[-1][method] = _timed(args, subject, contexts, method, run)
-    rates = [median(found[method].rate for found in runs) for method in methods]
-    share = median(found[ADAPTIVE].rate / found[PLAIN].rate for found in runs)
-    stats = merged(found[ADAPTIVE].stats for found in runs)
-    cells = [len(contexts), *(f"{rate:.0f}" for rate in rates), f"{share:.2f}"]
-    return markdown_row([*map(str, cells), f"{stats.tokens_per_forward:.2f}"])
 
 
 @dataclass(frozen=True)
@@ -100,6 +78,25 @@ class Speed:
 
     rate: float
     stats: MTPStats
+
+
+def _line(
+    args: argparse.Namespace,
+    subject: Subject,
+    contexts: list[Context],
+    methods: list[str],
+) -> str:
+    runs: list[dict[str, Speed]] = []
+    for run in range(args.runs):
+        turn = run % len(methods)
+        runs.append({})
+        for method in methods[turn:] + methods[:turn]:
+            runs[-1][method] = _timed(args, subject, contexts, method, run)
+    rates = [median(found[method].rate for found in runs) for method in methods]
+    share = median(found[ADAPTIVE].rate / found[PLAIN].rate for found in runs)
+    stats = merged(found[ADAPTIVE].stats for found in runs)
+    cells = [len(contexts), *(f"{rate:.0f}" for rate in rates), f"{share:.2f}"]
+    return markdown_row([*map(str, cells), f"{stats.tokens_per_forward:.2f}"])
 
 
 def _read(subject: Subject, rows: int, size: int) -> list[Context]:

@@ -82,10 +82,7 @@ def with_drafts(num: Optional[int]) -> Method:
 
 @dataclass
 class Generation:
-    """One text, and what was timed of it: whole rounds, each followed by another.
-
-    Plain decoding is made of rounds of one token.
-    """
+    """One text, and what was timed of it: whole rounds; plain ones have one token."""
 
     cell: Cell
     method: Method
@@ -181,7 +178,7 @@ class Bench:
         Stops at the deadline, so a short time means fewer repetitions first; in the
         first cell every method has a slice at least.
         """
-        warmed: set[tuple[int, float]] = set()
+        warmed: set[Any] = set()
         for run in range(self.runs):
             for cell in self.cells:
                 read = self._prefilled(cell)
@@ -243,24 +240,26 @@ class Bench:
     def _prefilled(self, cell: Cell) -> Prefilled:
         return prefill(self.subject.model, self.subject.prompt(cell.kind, cell.context))
 
-    def _warm(
-        self, cell: Cell, read: Prefilled, warmed: set[tuple[int, float]]
-    ) -> None:
-        """Have kernels compiled that this cell is the first to use.
+    def _warm(self, cell: Cell, read: Prefilled, warmed: set[Any]) -> None:
+        """Have kernels compiled, and the depth that adapts learn.
 
-        The depth that adapts is timed as in all but the first text of a process.
+        It is timed as in all but the first text of a process. A dial makes another pair
+        of each cell.
         """
-        compiled = (cell.context, cell.temp) in warmed
-        warmed.add((cell.context, cell.temp))
+        shapes = cell.context, cell.temp
+        pair = None if cell.acceptance is None else cell
         for method in self.methods:
-            adapts = method.name == ADAPTIVE
-            if (adapts or not compiled) and time.perf_counter() < self.deadline:
-                size = SETTLE if adapts else WARM_UP
-                stats = MTPStats()
-                for _ in self._steps(
-                    cell, read.last, read.copies(), method, size, stats
-                ):
-                    pass
+            size = 0 if shapes in warmed else WARM_UP
+            if method.name == ADAPTIVE and pair not in warmed:
+                size = SETTLE
+            steps = self._steps(
+                cell, read.last, read.copies(), method, size, MTPStats()
+            )
+            for _ in steps if size else ():
+                if time.perf_counter() > self.deadline:
+                    break
+            steps.close()
+        warmed |= {shapes, pair}
 
     def _steps(
         self,
