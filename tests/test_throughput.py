@@ -55,6 +55,15 @@ def test_each_number_of_rows_has_its_own_depth():
     assert abs(found.of(16).acceptance[0] - 0.8) < 0.1
 
 
+def test_every_row_is_an_observation():
+    """Sixteen rows tell in a few rounds that a text has become hard."""
+    depth = Adaptives().of(16)
+    for accepted, rounds in ((3, 40), (0, 5)):
+        for _ in range(rounds):
+            depth.learn(3, [accepted] * 16, 1.0)
+    assert depth.acceptance[0] < 0.4
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_batches_learn(pair_e, prompts, rows):
     generator = MTPBatchGenerator(pair_e.model, pair_e.drafter, max_tokens=40)
