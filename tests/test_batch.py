@@ -206,6 +206,8 @@ def test_caches_taken_at_any_moment_continue_cold(pair, prompts, wishes, rounds)
             show.step()
         taken = show.generator.extract_cache(list(show.uids.values()))
         for request, uid in show.uids.items():
+            if uid in show.ended:
+                continue
             caches, tokens = taken[uid]
             prompt = prompts[request.text][: request.size].tolist()
             if show.found[uid]:
