@@ -1,16 +1,23 @@
-"""Times a round as its caller lives through it."""
+"""Times rounds as their caller lives through them."""
 
-from time import perf_counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter, thread_time
 from typing import Optional
 
 
 class Clock:
-    """Times a round from landing to landing."""
+    """Times a round from launch to launch.
+
+    MLX holds a launch back until most of what was launched before is done, so the time
+    between the ends of two launches is that of the round which the second one began,
+    be the device or the host the slower. When a round lands tells less: by then the
+    next one was launched, whatever its size.
+    """
 
     def __init__(self) -> None:
         self._last: Optional[float] = None
-        self._wait = self._left = 0.0
-        self._away = 0.0
+        self._left = self._away = self._waited = 0.0
 
     def leave(self) -> None:
         """The caller has the floor."""
@@ -20,14 +27,17 @@ class Clock:
         """The caller came back for more."""
         self._away += perf_counter() - self._left
 
-    def wait(self) -> None:
-        """From here on only the device is waited for."""
-        self._wait = perf_counter()
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what waits for the device."""
+        wall, busy = perf_counter(), thread_time()
+        yield
+        self._waited += perf_counter() - wall - (thread_time() - busy)
 
-    def landed(self) -> Optional[float]:
-        """Seconds since the last landing; None if the caller took most of them."""
+    def launched(self) -> Optional[float]:
+        """Seconds since the last launch; None if the caller took most of them."""
         now = perf_counter()
         since = None if self._last is None else now - self._last
-        slow = since is not None and self._away > since / 2 > 10 * (now - self._wait)
-        self._last, self._away = now, 0.0
+        slow = since is not None and self._away > since / 2 > 10 * self._waited
+        self._last, self._away, self._waited = now, 0.0, 0.0
         return None if slow else since

@@ -39,7 +39,7 @@ class Crew:
         drafter: Its drafter.
         depth: Chooses the drafts of a round of so many rows.
         position: Shift of the drafter's RoPE position; see ``draft_step``.
-        disturbed: Whether the device did something else since a round landed.
+        disturbed: Whether the device did something else since a round was launched.
     """
 
     target: Target
@@ -150,14 +150,17 @@ class Decoding:
         flight = Flight(list(self.rows), parts, trials, hidden, numbers)
         verdict = flight.verdict
         live.wrote(1 + num, verdict.accepted if verdict else None)
-        launch(live, flight.drawn(), flight.pending())
+        with self._clock.waiting():
+            launch(live, flight.drawn(), flight.pending())
+        seconds = self._clock.launched()
+        flight.seconds = None if crew.disturbed else seconds
+        crew.disturbed = False
         return flight
 
     def _land(self, landing: list[Flight]) -> dict[Row, Decision]:
         """Read what became of the rounds, and learn from it."""
-        self._clock.wait()
-        mx.eval([a for flight in landing for a in flight.pending()])
-        seconds = self._clock.landed()
+        with self._clock.waiting():
+            mx.eval([a for flight in landing for a in flight.pending()])
         found: dict[Row, Decision] = {}
         for flight in landing:
             decisions = flight.decisions()
@@ -166,9 +169,9 @@ class Decoding:
                 _take(row, decision, drafted[row], flight.reads_prompt)
             found.update(decisions)
         self.live.settle()
-        if seconds is not None and not self.crew.disturbed and len(landing) == 1:
-            self._learn(landing[0], found, seconds)
-        self.crew.disturbed = False
+        for flight in landing:
+            if flight.seconds is not None:
+                self._learn(flight, found, flight.seconds)
         return found
 
     def _learn(

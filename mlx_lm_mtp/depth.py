@@ -68,19 +68,13 @@ def best_depth(speeds: Mapping[int, float]) -> int:
 
 
 class Adaptive:
-    """Learns from every round of a pair, in this and later generations.
+    """Learns from every round of a pair, in this and later generations."""
 
-    Args:
-        ahead: Rounds are launched before the one that flies is read, which moves a part
-            of their time into its time. Plain decoding's always are.
-    """
-
-    def __init__(self, ahead: bool = False) -> None:
+    def __init__(self) -> None:
         self.positions = [Position() for _ in range(MAX_DRAFTS)]
         self.costs = [Cost() for _ in range(MAX_DRAFTS + 1)]
         self._purse = 0.0  # seconds
         self._tries: Counter[int] = Counter()  # rounds that fly, by depth
-        self._ahead = ahead
         self._stretch = Stretch()
         self._landed: Optional[int] = None  # depth of the latest round that landed
 
@@ -107,7 +101,7 @@ class Adaptive:
         tried = self._worth_trying(limit, best, rates)
         chosen = best if tried is None else tried
         same = chosen == self._stretch.drafts
-        left = 0 if same else STRETCH - 1 + self._ahead
+        left = 0 if same else STRETCH - 1
         return Stretch(chosen, left, tried is not None)
 
     def _worth_trying(
@@ -128,9 +122,7 @@ class Adaptive:
         if drafts > MAX_DRAFTS or seconds <= 0 or not accepted:
             return
         # A machine needs a round to settle after another depth.
-        settled = self._landed == drafts
-        whole = self._stretch.drafts == drafts or (drafts and not self._ahead)
-        if settled and whole:
+        if self._landed == drafts:
             self.costs[drafts].add(seconds)
         self._landed = drafts
         self._pay(drafts, sum(accepted) / len(accepted))
@@ -268,7 +260,7 @@ class Adaptives(dict[int, Adaptive]):
         """What was learnt in rounds of about so many rows."""
         place = 1 << (rows - 1).bit_length() if rows else 0
         if place not in self:
-            self[place] = Adaptive(ahead=place > 0)
+            self[place] = Adaptive()
             self[place].positions = self.setdefault(0, Adaptive()).positions
         return self[place]
 

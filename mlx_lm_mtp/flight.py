@@ -121,7 +121,7 @@ class Parts:
         ]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Flight:
     """A round of several rows that is built, flying or landed."""
 
@@ -131,6 +131,7 @@ class Flight:
     hidden: mx.array  # [B, K + 1, H]
     numbers: list[int]  # of drafts, for each row
     reads_prompt: bool = False
+    seconds: Optional[float] = None  # once it is launched, if that could be timed
 
     @property
     def drafts(self) -> int:

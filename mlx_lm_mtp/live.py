@@ -149,17 +149,6 @@ class Live:
             known = mx.array([span.known for span in self.spans], mx.int32)
             self.buffers = replace(self.buffers, offset=known)
 
-    def snapshot(self) -> Any:
-        """All that a write changes. While it is held, a write copies the buffers."""
-        old = self.buffers
-        return replace(old, keys=old.keys[:], values=old.values[:])
-
-    def cancel(self, snapshot: Any) -> None:
-        """Take back the latest write, which no device has begun."""
-        self.buffers = snapshot
-        for span in self.spans:
-            span.writes.pop()
-
     def extract(self, place: int, tokens: int) -> list[Any]:
         """The first ``tokens`` tokens of a row, copied into mlx-lm's caches."""
         caches: list[Any] = []

@@ -1,10 +1,10 @@
 """One generation: prefill, rounds, and the cache it leaves behind.
 
 A round is *launched* once the device has all of its work, and *lands* when the host
-reads what became of it. While one flies, the next is already built, on the values that
-it will have, so the device does not wait for Python; it is launched right after the
-reading, and only then are tokens handed out. Where a rule has to see the tokens first,
-the next round is built after the reading.
+reads what became of it. While one flies, the next is built on the values that it will
+have, and launched, so the device never waits for Python; then the first is read, and
+its tokens are handed out. Where a rule has to see the tokens first, the next round is
+built after the reading.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,13 +29,14 @@ Progress = Callable[[int, int], Any]
 ENDLESS = 1 << 62
 
 
-@dataclass(frozen=True)
+@dataclass
 class Round:
     """A round that is built, flying or landed."""
 
     trial: Trial
     hidden: mx.array  # [1, K + 1, H]
     reads_prompt: bool = False
+    seconds: Optional[float] = None  # once it is launched, if that could be timed
 
     @property
     def size(self) -> int:
@@ -109,30 +110,24 @@ class Run:
         left = max_tokens if max_tokens > 0 else ENDLESS
         while True:
             # Every round brings a token at least.
-            following = undo = None
-            if self._ahead and left > 1:
+            following = None
+            # What flies may end the text, and then nothing more is to be computed.
+            if self._ahead and left > 1 + flying.size:
                 num = self.depth.choose(left - 2)
-                if num or flying.size:
-                    undo = live.snapshot()
                 following = self._build(live, flying.seed(), num)
-                if undo is None:
-                    self._launch(live, following)
+                self._launch(live, following)
             decision = self._land(live, flying, left)
             shown = decision.tokens[:left]
             left -= len(shown)
             if left == 0 or decision.error is not None:
-                if undo is not None:
-                    live.cancel(undo)
                 yield from self._emit(decision, shown)
                 if decision.error is not None:
                     raise decision.error
                 return
-            undo = None
             if following is None:
                 num = self.depth.choose(left - 1)
-                seed = flying.seed_after(decision)
-                following = self._build(live, seed, num)
-            self._launch(live, following)
+                following = self._build(live, flying.seed_after(decision), num)
+                self._launch(live, following)
             yield from self._emit(decision, shown)
             flying = following
 
@@ -187,17 +182,16 @@ class Run:
         return Round(trial, hidden)
 
     def _launch(self, live: Live, built: Round) -> None:
-        if built is self._flying:
-            return
         drawn = built.trial.draft.pending()
-        launch(live, drawn, [*built.trial.pending(), built.hidden])
+        with self._clock.waiting():
+            launch(live, drawn, [*built.trial.pending(), built.hidden])
+        built.seconds = self._clock.launched()
         self._flying = built
 
     def _land(self, live: Live, flying: Round, left: int) -> Decision:
         """Read what became of a round, and learn from it."""
-        self._clock.wait()
-        [decision] = self.rule.decide(flying.trial)
-        seconds = self._clock.landed()
+        with self._clock.waiting():
+            [decision] = self.rule.decide(flying.trial)
         accepted = decision.accepted
         self.rule.extend(mx.array(decision.tokens))
         if flying.reads_prompt:
@@ -208,8 +202,8 @@ class Run:
             self._flying = None
         tokens = min(len(decision.tokens), left)
         self.stats.add(min(flying.size, left), min(accepted, left), tokens)
-        if seconds is not None and tokens == len(decision.tokens):
-            self.depth.learn(flying.size, [accepted], seconds)
+        if flying.seconds is not None and tokens == len(decision.tokens):
+            self.depth.learn(flying.size, [accepted], flying.seconds)
         return decision
 
     def _emit(self, decision: Decision, shown: list[int]) -> Iterator[Emission]:

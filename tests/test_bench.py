@@ -16,9 +16,9 @@ from mlx_lm.models import gemma4
 from mlx_lm_mtp import MTPError, MTPStats, bench, mtp_generate_step, synthetic
 from mlx_lm_mtp import measure as measuring
 from mlx_lm_mtp.__main__ import main
-from mlx_lm_mtp.bench import run
+from mlx_lm_mtp.bench import run, text
 from mlx_lm_mtp.bench.dial import Dial, dialled_step
-from mlx_lm_mtp.bench.run import Cell, Generation, Text, plain, with_drafts
+from mlx_lm_mtp.bench.methods import Cell, plain, with_drafts
 from mlx_lm_mtp.bench.summary import (
     HEAD,
     against_best,
@@ -27,6 +27,7 @@ from mlx_lm_mtp.bench.summary import (
     summarise,
     table,
 )
+from mlx_lm_mtp.bench.text import Generation, Text
 from mlx_lm_mtp.depth import Pinned, best_depth
 from mlx_lm_mtp.doctor import examine
 from mlx_lm_mtp.measure import Costs, measure, predicted, prefill, shares
@@ -185,15 +186,15 @@ def test_whole_rounds_are_timed_but_those_that_waited(sizes, size):
             clock[0] += 2.0**i
             yield from ((i, None, j < count - 1) for j in range(count))
 
-    text = Text(Generation(Cell("code", 0, 0.0), plain(), 0), steps())
-    with mock.patch.object(run.time, "perf_counter", lambda: clock[0]):
-        while not text.done:
+    written = Text(Generation(Cell("code", 0, 0.0), plain(), 0), steps())
+    with mock.patch.object(text.time, "perf_counter", lambda: clock[0]):
+        while not written.done:
             begin[0] = True
-            text.go_on(size, ())
+            written.go_on(size, ())
     timed = [i for i in range(len(sizes)) if i not in waited]
-    assert text.out.seconds == sum(2.0**i for i in timed)
-    assert text.out.tokens == sum(sizes[i] for i in timed)
-    assert text.out.rounds == len(timed)
+    assert written.out.seconds == sum(2.0**i for i in timed)
+    assert written.out.tokens == sum(sizes[i] for i in timed)
+    assert written.out.rounds == len(timed)
 
 
 def test_a_small_memory_has_methods_take_turns_in_groups(capsys, monkeypatch):

@@ -101,14 +101,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.live.wrote(size, mx.array([accepted]))
         self.flying.append(accepted)
 
-    @LIVE
-    @rule(size=st.integers(1, 9))
-    def cancel(self, size):
-        undo = self.live.snapshot()
-        self._write(size)
-        self.live.wrote(size, mx.array([size - 1]))
-        self.live.cancel(undo)
-
     @precondition(lambda self: self.live is not None and self.flying)
     @rule()
     def land(self):

@@ -53,9 +53,8 @@ def simulate(
     """Tokens per time; a round is chosen before the one that flies is known.
 
     Every ``text`` tokens a text ends, and its last rounds are shallow. With ``change``
-    the round after another depth takes so much longer, and plain decoding, which
-    launches a round more ahead, has its time seen in other rounds. Other programs make
-    the machine ``slow`` for some rounds, now and then.
+    the round after another depth takes so much longer. Other programs make the machine
+    ``slow`` for some rounds, now and then.
     """
     rng, flying = random.Random(seed), deque()
     done, time, last, disturbed = 0, 0.0, None, False
@@ -67,14 +66,9 @@ def simulate(
         disturbed ^= rng.random() < (1 / 20 if disturbed else 1 / 60)
         seconds = costs[drafts] * rng.lognormvariate(0, noise)
         seconds *= slow if disturbed else 1
-        moved = 0.0
         if change and drafts != last is not None:
             seconds += change * costs[drafts]
-            moved = 0.8 * costs[0] * ((drafts == 0) - (last == 0))
-        if moved < 0 and flying:
-            before, count, length = flying[-1]
-            flying[-1] = before, count, length + moved
-        flying.append((drafts, [accepted], seconds + max(moved, 0)))
+        flying.append((drafts, [accepted], seconds))
         done, time, last = done + 1 + accepted, time + seconds, drafts
         if len(flying) > 1:
             controller.learn(*flying.popleft())

@@ -21,8 +21,10 @@ from ..prompts import RANDOM_KIND
 from ..rounds import MTPError
 from ..subject import Subject, add_pair_arguments, load_model, open_subject
 from .chart import chart
-from .run import Bench, Cell, Generation, Method, plain, with_draft_model, with_drafts
+from .methods import Cell, Method, plain, with_draft_model, with_drafts
+from .run import Bench
 from .summary import Row, cells_of, costs_table, summarise, table
+from .text import Generation
 
 ADAPTIVE = "adaptive"
 COSTS = 0.05  # of the time at most goes into bare calls, before and again after

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
-from .run import ADAPTIVE
+from .methods import ADAPTIVE
 from .summary import Row
 
 WIDTH, HEIGHT, COLUMNS = 360, 220, 3

@@ -1,17 +1,12 @@
 """Generate with every method in turn, in one process, and time it."""
 
 import time
-from collections.abc import Callable, Container, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Optional
 
 import mlx.core as mx
-from mlx_lm.generate import (
-    generate_step,
-    generation_stream,
-    speculative_generate_step,
-)
+from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
@@ -22,139 +17,13 @@ from ..measure import Prefilled, prefill
 from ..stats import MTPStats
 from ..subject import Subject
 from .dial import dialled_step
+from .methods import ADAPTIVE, PLAIN, Cell, Method
+from .text import Generation, Text
 
-PLAIN, DRAFT_MODEL, ADAPTIVE = "plain", "draft model", "adaptive"
-DRAFT_MODEL_TOKENS = 3  # the default of mlx-lm's commands
 TOP_P, TOP_K = 0.95, 64  # Gemma's own
 WARM_UP = 12  # tokens
 SLICE = 32  # tokens that a method generates before the next has its turn
 SETTLE = 400  # tokens in which the depth that adapts has tried the others
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What is varied between tables; within one only the method is."""
-
-    kind: str
-    context: int
-    temp: float
-    acceptance: Optional[float] = None
-
-    @property
-    def label(self) -> str:
-        """For people."""
-        length = f"{self.context} tokens" if self.context else "short prompt"
-        words = [self.kind, length, f"temperature {self.temp:g}"]
-        if self.acceptance is not None:
-            words.append(f"acceptance {self.acceptance:g}")
-        return ", ".join(words)
-
-
-@dataclass(frozen=True)
-class Method:
-    """A way to decode: ours with so many drafts, or a function of mlx-lm's."""
-
-    name: str
-    drafts: Optional[int] = None
-    start: Optional[Callable[..., Generator[Any, None, None]]] = None
-    whole: bool = False  # reads the whole prompt itself
-
-
-def plain() -> Method:
-    """mlx-lm's plain decoding."""
-    return Method(PLAIN, start=generate_step)
-
-
-def with_draft_model(draft_model: Any) -> Method:
-    """mlx-lm's speculative decoding with an ordinary model."""
-    start = partial(
-        speculative_generate_step,
-        draft_model=draft_model,
-        num_draft_tokens=DRAFT_MODEL_TOKENS,
-    )
-    return Method(DRAFT_MODEL, start=start, whole=True)
-
-
-def with_drafts(num: Optional[int]) -> Method:
-    """MTP with so many drafts per round, None for as many as pay."""
-    return Method(ADAPTIVE if num is None else f"K = {num}", drafts=num)
-
-
-@dataclass
-class Generation:
-    """One text, and what was timed of it: whole rounds; plain ones have one token."""
-
-    cell: Cell
-    method: Method
-    run: int
-    group: int = 0  # of methods that took turns
-    tokens: int = 0
-    rounds: int = 0
-    seconds: float = 0.0
-    host: float = 0.0  # of these, seconds in which this thread was computing
-    peak: int = 0  # bytes
-    stats: MTPStats = field(default_factory=MTPStats)  # of the whole text
-
-    @property
-    def rate(self) -> Optional[float]:
-        """Tokens per second of decoding alone; None if no round was timed."""
-        return self.tokens / self.seconds if self.tokens else None
-
-
-class Text:
-    """A text that is generated a slice at a time."""
-
-    def __init__(self, out: Generation, steps: Generator[Any, None, None]) -> None:
-        self.out = out
-        self.done = False
-        self._steps = steps
-        self._held = 0  # bytes
-
-    def go_on(self, size: int, ends: Container[int]) -> None:
-        """Generate ``size`` tokens, and to the end of a round.
-
-        A round's time is that from the first token of the one before to its own first.
-        The round that flew while others had their turn is not timed.
-
-        Args:
-            size: Tokens.
-            ends: Tokens that end the text.
-        """
-        out, fresh, last = self.out, 0, None
-        for token, _, *drafted in self._steps:
-            if token in ends:
-                break
-            if fresh == 0:
-                now = time.perf_counter(), time.thread_time()
-            fresh += 1
-            if any(drafted):
-                continue
-            # A round's last token is the target's own.
-            if last is not None:
-                out.rounds, out.tokens = out.rounds + 1, out.tokens + fresh
-                out.seconds += now[0] - last[0]
-                out.host += now[1] - last[1]
-            size -= fresh
-            fresh, last = 0, now
-            if size <= 0:
-                return
-        self.close()
-
-    def close(self) -> None:
-        """Generate no more."""
-        self.done = True
-        self._steps.close()
-
-    def weigh(self, weights: int, before: int) -> None:
-        """Note the peak of a slice, as if no other text were there.
-
-        Args:
-            weights: Bytes of both models.
-            before: Bytes that were in use before the slice, when the peak was reset.
-        """
-        peak = weights + self._held + mx.get_peak_memory() - before
-        self.out.peak = max(self.out.peak, peak)
-        self._held += mx.get_active_memory() - before
 
 
 @dataclass

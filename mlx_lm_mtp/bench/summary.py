@@ -8,7 +8,8 @@ from typing import Optional
 
 from ..measure import Costs, predicted, shares
 from ..stats import MTPStats
-from .run import ADAPTIVE, PLAIN, Cell, Generation, Method
+from .methods import ADAPTIVE, PLAIN, Cell, Method
+from .text import Generation
 
 HEAD = (
     "",

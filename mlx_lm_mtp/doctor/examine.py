@@ -9,7 +9,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.sample_utils import make_sampler
 
-from ..bench.run import TOP_K, TOP_P, Bench, Cell, plain, with_drafts
+from ..bench.methods import Cell, plain, with_drafts
+from ..bench.run import TOP_K, TOP_P, Bench
 from ..bench.summary import merged
 from ..depth import best_depth
 from ..generate import mtp_generate_step
