@@ -109,11 +109,10 @@ class Run:
         flying = Round(self.rule.judge(Draft.none(), logits), hidden, reads_prompt=True)
         left = max_tokens if max_tokens > 0 else ENDLESS
         while True:
-            # Every round brings a token at least.
             following = None
-            # What flies may end the text, and then nothing more is to be computed.
+            # Unless what flies may end the text: then nothing more is to be computed.
             if self._ahead and left > 1 + flying.size:
-                num = self.depth.choose(left - 2)
+                num = self.depth.choose(left - 2)  # what flies brings a token at least
                 following = self._build(live, flying.seed(), num)
                 self._launch(live, following)
             decision = self._land(live, flying, left)
