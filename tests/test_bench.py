@@ -210,6 +210,20 @@ def test_a_small_memory_has_methods_take_turns_in_groups(capsys, monkeypatch):
     assert len(summaries) == 4 and all(s["ratio"] > 0 for s in summaries.values())
 
 
+def test_every_run_shuffles_the_deck_again(capsys, monkeypatch):
+    seeds, honest = set(), run.dialled_step
+
+    def seen(*args, seed, **options):
+        seeds.add(seed)
+        return honest(*args, seed=seed, **options)
+
+    monkeypatch.setattr(run, "dialled_step", seen)
+    less = ("--contexts", "0", "--temps", "0", "--num-draft-tokens", "1")
+    output = ("--acceptance", "0.5", "--runs", "3", "--json", "--time-limit", "60")
+    assert main(["bench", *SMALL, *less, *output]) == 0
+    assert seeds == {0, 1, 2}
+
+
 def test_the_best_number_is_chosen_by_the_other_runs():
     one, two, free = with_drafts(1), with_drafts(2), with_drafts(None)
     ratios = [{one: 1.0, two: 2.0, free: 2.0}] * 3 + [{one: 9.0, two: 1.0, free: 3.0}]

@@ -65,12 +65,12 @@ class Bench:
     def _groups(self, read: Prefilled, run: int) -> list[list[Method]]:
         """Plain decoding, and with it as many others as the memory holds."""
         first, *others = self.methods
-        turn = run % max(len(others), 1)
+        turn = run % len(others)
         others = others[turn:] + others[:turn]
         size = int(min(len(others), room() / max(read.nbytes, 1) - 1))
         size = max(size, 1)
-        parts = [others[i : i + size] for i in range(0, len(others), size)]
-        return [[first, *part] for part in parts or [[]]]
+        starts = range(0, len(others), size)
+        return [[first, *others[start : start + size]] for start in starts]
 
     def _take_turns(self, read: Prefilled, found: list[Generation]) -> None:
         """Generate a text with every method, in slices."""
@@ -85,15 +85,14 @@ class Bench:
                 text.go_on(SLICE, self.subject.ends)
                 mx.synchronize(generation_stream)
                 text.weigh(weights, before)
-            late = time.perf_counter() > self.deadline
-            for text in texts:
-                if late:
+            if time.perf_counter() > self.deadline:
+                for text in texts:
                     text.close()
             texts = [text for text in texts[1:] + texts[:1] if not text.done]
 
     def _text(self, read: Prefilled, out: Generation) -> Generator[Any, None, None]:
-        size, stats = self.max_tokens, out.stats
-        return self._steps(out.cell, read.last, read.copies(), out.method, size, stats)
+        asked = out.method, self.max_tokens, out.stats, out.run
+        return self._steps(out.cell, read.last, read.copies(), *asked)
 
     def _first_tokens(self, cell: Cell) -> None:
         mine = next((m for m in self.methods if m.start is None), None)
