@@ -6,8 +6,9 @@ rounds. At every stop a row's entries go back into mlx-lm's caches, exactly as m
 were emitted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Optional
 
 import mlx.core as mx
@@ -27,8 +28,7 @@ class Live:
 
     def __init__(self, rows: Sequence[list[Any]] = ()) -> None:
         self._empty()
-        for caches in rows:
-            self._join(_taken(caches))
+        self._join(*map(_taken, rows))
 
     def _empty(self) -> None:
         self.buffers = Buffers((), [], [], mx.zeros((0,), mx.int32), [], ())
@@ -50,26 +50,26 @@ class Live:
 
     def extend(self, other: "Live") -> None:
         """Let the rows of another join, after those that are here."""
-        if other.spans:
-            self._join(other.buffers)
+        self._join(other.buffers)
 
-    def _join(self, theirs: Buffers) -> None:
-        ours = self.buffers
-        if not ours.spans:
-            self.buffers = theirs
+    def _join(self, *others: Buffers) -> None:
+        """Add rows, all at once, as each time copies those that are here."""
+        parts = [part for part in (self.buffers, *others) if part.spans]
+        if not parts:
             return
 
-        def both(a: mx.array, b: mx.array) -> mx.array:
-            slots = max(a.shape[2], b.shape[2])
-            return mx.concatenate([padded(a, slots), padded(b, slots)])
+        def joined(entries: Iterable[mx.array]) -> mx.array:
+            rows = list(entries)
+            slots = max(row.shape[2] for row in rows)
+            return mx.concatenate([padded(row, slots) for row in rows])
 
         self.buffers = Buffers(
-            ours.windows,
-            [both(a, b) for a, b in zip(ours.keys, theirs.keys, strict=True)],
-            [both(a, b) for a, b in zip(ours.values, theirs.values, strict=True)],
-            mx.concatenate([ours.offset, theirs.offset]),
-            ours.spans + theirs.spans,
-            ours.bases + theirs.bases,
+            parts[0].windows,
+            list(map(joined, zip(*(part.keys for part in parts), strict=True))),
+            list(map(joined, zip(*(part.values for part in parts), strict=True))),
+            mx.concatenate([part.offset for part in parts]),
+            list(chain.from_iterable(part.spans for part in parts)),
+            tuple(chain.from_iterable(part.bases for part in parts)),
         )
 
     def filter(self, places: list[int]) -> None:

@@ -1,6 +1,7 @@
 """The depth controller on measured and modelled machines, and in generations."""
 
 import gc
+import math
 import random
 from collections import deque
 
@@ -48,16 +49,27 @@ def fixed_rate(costs, kinds, drafts):
 
 
 def simulate(
-    controller, costs, kinds, tokens, seed=0, noise=0.05, text=100_000, change=0, slow=1
+    controller,
+    costs,
+    kinds,
+    tokens,
+    seed=0,
+    noise=0.05,
+    text=100_000,
+    change=0,
+    slow=1,
+    wander=0,
 ):
     """Tokens per time; a round is chosen before the one that flies is known.
 
     Every ``text`` tokens a text ends, and its last rounds are shallow. With ``change``
     the round after another depth takes so much longer. Other programs make the machine
-    ``slow`` for some rounds, now and then.
+    ``slow`` for some rounds, now and then, and heat makes its pace ``wander``, by so
+    much in each plain step, while it returns to its own in two hundred.
     """
     rng, flying = random.Random(seed), deque()
     done, time, last, disturbed = 0, 0.0, None, False
+    heat, steps, weather = 0.0, 0, random.Random(seed)
     while done < tokens:
         kind = shares(kinds[done // SEGMENT % len(kinds)])
         drafts, accepted = controller.choose(text - done % text - 1), 0
@@ -65,7 +77,9 @@ def simulate(
             accepted += 1
         disturbed ^= rng.random() < (1 / 20 if disturbed else 1 / 60)
         seconds = costs[drafts] * rng.lognormvariate(0, noise)
-        seconds *= slow if disturbed else 1
+        seconds *= (slow if disturbed else 1) * math.exp(heat)
+        while wander and steps < time + seconds:
+            heat, steps = 0.995 * heat + weather.gauss(0, wander), steps + 1
         if change and drafts != last is not None:
             seconds += change * costs[drafts]
         flying.append((drafts, [accepted], seconds))
@@ -133,6 +147,22 @@ def test_a_machine_that_others_use_too_is_used_well(curve, acceptance):
 
     best = max(range(9), key=lambda k: fixed_rate(costs, kinds, k))
     assert rate(depth.Adaptive) >= 0.9 * rate(lambda: depth.Pinned(best))
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("acceptance", [0.0, 0.6, 0.9])
+def test_a_pace_that_wanders_does_not_mislead(curve, acceptance):
+    """What all depths have in common says nothing of any."""
+    costs, kinds = costs_of(curve), [acceptance]
+
+    def rate(controller):
+        return sum(
+            simulate(controller(), costs, kinds, 6000, seed, wander=0.02)
+            for seed in range(3)
+        )
+
+    best = max(range(9), key=lambda k: fixed_rate(costs, kinds, k))
+    assert rate(depth.Adaptive) >= 0.93 * rate(lambda: depth.Pinned(best))
 
 
 def test_it_recovers_from_both_sides():

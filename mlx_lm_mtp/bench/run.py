@@ -22,7 +22,7 @@ from .text import Generation, Text
 
 TOP_P, TOP_K = 0.95, 64  # Gemma's own
 WARM_UP = 12  # tokens
-SLICE = 32  # tokens that a method generates before the next has its turn
+SLICE = 16  # tokens that a method generates before the next has its turn
 SETTLE = 400  # tokens in which the depth that adapts has tried the others
 
 
