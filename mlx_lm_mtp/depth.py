@@ -20,8 +20,7 @@ from typing import Any, Optional, Protocol
 
 MAX_DRAFTS = 8
 PURSE = 0.0075  # of the time may go into depths that are not the best known
-START = 6.0  # plain steps that a new purse holds
-FULL = 10.0  # and no purse more, so that a lucky streak is not saved up for ever
+FULL = 16.0  # plain steps that a new purse holds, and no purse more
 MEMORY = 0.98  # weight of a position's past at each further observation
 FADING = 0.995  # and at each round without one
 UNKNOWN = 0.9  # acceptance that a position may have if nothing is known
@@ -115,7 +114,7 @@ class Adaptive:
         if tried == best or hopes[tried] <= rates[best]:
             return None
         tokens = expected_tokens(self.acceptance)[tried]
-        price = self._expected_cost(tried) - tokens / rates[best]
+        price = STRETCH * (self._expected_cost(tried) - tokens / rates[best])
         return tried if price < self._purse else None
 
     def learn(self, drafts: int, accepted: Sequence[int], seconds: float) -> None:
@@ -170,18 +169,18 @@ class Adaptive:
         """Earn a share of a round's time, and book what a try cost or won.
 
         A try is booked against what the best known depth would have earned, by its
-        usual time: what once compiled kernels says nothing of the depth. A round that
-        is shallow because its text ends is no try.
+        usual time, or the one to be expected: what once compiled kernels says nothing
+        of the depth. A round that is shallow because its text ends is no try.
         """
         plain, cost = self.costs[0], self.costs[drafts]
         if not plain.sure:
-            self._purse = START * plain.value if plain.seconds else 0.0
+            self._purse = FULL * plain.value if plain.seconds else 0.0
             return
         change = PURSE * cost.value
         if self._tries[drafts]:
             self._tries[drafts] -= 1
-            if cost.sure:
-                change += (1 + accepted) / max(self._rates().values()) - cost.value
+            usual = self._expected_cost(drafts)
+            change += (1 + accepted) / max(self._rates().values()) - usual
         self._purse = min(self._purse + change, FULL * plain.value)
 
 

@@ -176,6 +176,18 @@ def test_it_recovers_from_both_sides():
     assert controller.best() == 0
 
 
+@pytest.mark.parametrize("curve", CURVES)
+def test_once_learnt_a_text_without_hope_is_decoded_plainly(curve):
+    costs = costs_of(curve)
+
+    def rate(seed):
+        controller = depth.Adaptive()
+        simulate(controller, costs, [0.0], 400, seed)
+        return simulate(controller, costs, [0.0], 800, seed)
+
+    assert sum(map(rate, range(4))) / 4 >= 0.98 * fixed_rate(costs, [0.0], 0)
+
+
 @pytest.mark.parametrize("curve", ["ideal", "E4B, H200", "31B, H200"])
 @pytest.mark.parametrize("size", [2, 16])
 def test_the_end_of_a_text_is_no_try(curve, size):
