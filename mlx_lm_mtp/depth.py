@@ -27,6 +27,7 @@ UNKNOWN = 0.9  # acceptance that a position may have if nothing is known
 FIRST = 3  # the depth that is tried first
 STRETCH = 3  # rounds of a depth at least
 SAMPLES = 9  # times of a depth that are remembered
+DRAFT = 0.03  # of a plain round is what a draft costs at least
 
 
 class Depth(Protocol):
@@ -137,7 +138,7 @@ class Adaptive:
         """Expected tokens per second at the depths that have been measured."""
         tokens = expected_tokens(self.acceptance)
         known = [k for k in range(limit + 1) if self.costs[k].seconds]
-        return {k: tokens[k] / self.costs[k].value for k in known}
+        return {k: tokens[k] / self._usual(k) for k in known}
 
     @property
     def acceptance(self) -> list[float]:
@@ -148,21 +149,38 @@ class Adaptive:
             shares.append(prior)
         return shares
 
+    def _usual(self, drafts: int) -> float:
+        """The time that rounds of a measured depth take.
+
+        A plain round is quicker than others, which do all that it does and more. So
+        newer times of theirs bound its own: what was measured in a busy minute would
+        else keep it from being tried again.
+        """
+        measured = self.costs[drafts].value
+        if drafts:
+            return measured
+        newer = [
+            cost.value / (1 + DRAFT * k)
+            for k, cost in enumerate(self.costs)
+            if cost.sure and cost.age < self.costs[0].age
+        ]
+        return min([measured, *newer])
+
     def _expected_cost(self, drafts: int) -> float:
         """The time a depth takes, as far as known: else on a line through others."""
         if self.costs[drafts].sure:
-            return self.costs[drafts].value
+            return self._usual(drafts)
         known = [k for k, cost in enumerate(self.costs) if cost.sure]
         above = [k for k in known if k > drafts]
         low = max(k for k in known if k < drafts) if above else 0
         high = min(above) if above else max(known)
-        first, last = self.costs[low].value, self.costs[high].value
+        first, last = self._usual(low), self._usual(high)
         return first + (last - first) * (drafts - low) / max(high - low, 1)
 
     def _hopes(self, limit: int) -> list[float]:
         """The rates that depths may have, if what is unknown turns out well."""
         tokens = expected_tokens([position.hope() for position in self.positions])
-        least = self.costs[0].value
+        least = self._usual(0)
         return [tokens[k] / self.costs[k].hope(least) for k in range(limit + 1)]
 
     def _pay(self, drafts: int, accepted: float) -> None:
@@ -174,14 +192,14 @@ class Adaptive:
         """
         plain, cost = self.costs[0], self.costs[drafts]
         if not plain.sure:
-            self._purse = FULL * plain.value if plain.seconds else 0.0
+            self._purse = FULL * plain.value
             return
         change = PURSE * cost.value
         if self._tries[drafts]:
             self._tries[drafts] -= 1
             usual = self._expected_cost(drafts)
             change += (1 + accepted) / max(self._rates().values()) - usual
-        self._purse = min(self._purse + change, FULL * plain.value)
+        self._purse = min(self._purse + change, FULL * self._usual(0))
 
 
 @dataclass

@@ -108,14 +108,15 @@ class Live:
         end = self._needed((0,) * len(bases)) + size
 
         def moved(entries: mx.array, w: Optional[int]) -> mx.array:
-            if w:
-                return padded(_dropped(entries, drops), needed)
-            return padded(entries, end)
+            if any(drops) and w:
+                entries = _dropped(entries, drops)
+            room = needed if w else end
+            return entries if room <= entries.shape[2] else padded(entries, room)
 
         self.buffers = replace(
             old,
-            keys=[moved(k, w) for k, w in zip(old.keys, old.windows, strict=True)],
-            values=[moved(v, w) for v, w in zip(old.values, old.windows, strict=True)],
+            keys=list(map(moved, old.keys, old.windows)),
+            values=list(map(moved, old.values, old.windows)),
             bases=bases,
         )
 
@@ -140,7 +141,9 @@ class Live:
         for span in self.spans:
             span.writes.append(size)
         if accepted is not None:
-            offset = self.buffers.offset + 1 + accepted.astype(mx.int32)
+            offset = self.buffers.offset + 1
+            if size > 1:
+                offset = offset + accepted.astype(mx.int32)
             self.buffers = replace(self.buffers, offset=offset)
 
     def settle(self) -> None:

@@ -47,6 +47,8 @@ class Round:
         """What the next round starts from, before the host knows it."""
         verdict = self.trial.verdict
         assert verdict is not None
+        if not self.size:
+            return Seed(verdict.token, self.hidden)
         row = verdict.accepted.astype(mx.int32)[:, None, None]
         return Seed(verdict.token, mx.take_along_axis(self.hidden, row, axis=1))
 

@@ -208,6 +208,16 @@ def test_a_machine_that_slows_down_is_noticed():
     assert controller.best() == 0
 
 
+@pytest.mark.parametrize("curve", CURVES)
+def test_plain_rounds_that_were_timed_in_a_busy_minute_are_timed_again(curve):
+    """They are never slower than rounds with drafts, which do all that they do."""
+    controller, costs = depth.Adaptive(), costs_of(curve)
+    simulate(controller, [2 * cost for cost in costs], [0.0], 5)
+    simulate(controller, costs, [0.0], 40)
+    assert simulate(controller, costs, [0.0], 400) >= 0.95
+    assert controller.best() == 0
+
+
 def test_the_depth_behind_the_hump_is_found():
     assert settled([0.9], curve="31B, H200").best() >= 7
 
