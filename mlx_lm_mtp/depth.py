@@ -181,7 +181,10 @@ class Adaptive:
         """The rates that depths may have, if what is unknown turns out well."""
         tokens = expected_tokens([position.hope() for position in self.positions])
         least = self._usual(0)
-        return [tokens[k] / self.costs[k].hope(least) for k in range(limit + 1)]
+        seconds = [
+            cost.hope(least * (1 + DRAFT * k)) for k, cost in enumerate(self.costs)
+        ]
+        return [tokens[k] / seconds[k] for k in range(limit + 1)]
 
     def _pay(self, drafts: int, accepted: float) -> None:
         """Earn a share of a round's time, and book what a try cost or won.
