@@ -10,23 +10,20 @@ Only past rounds decide, so the law of the text is kept; see docs/lossless.md.
 """
 
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
-from statistics import median_low
 from typing import Any, Optional, Protocol
+
+from .estimate import UNKNOWN, Cost, Position
 
 MAX_DRAFTS = 8
 PURSE = 0.0075  # of the time may go into depths that are not the best known
 FULL = 16.0  # plain steps that a new purse holds, and no purse more
-MEMORY = 0.98  # weight of a position's past at each further observation
-FADING = 0.995  # and at each round without one
-UNKNOWN = 0.9  # acceptance that a position may have if nothing is known
 FIRST = 3  # the depth that is tried first
 STRETCH = 3  # rounds of a depth at least
-SAMPLES = 9  # times of a depth that are remembered
 DRAFT = 0.03  # of a plain round is what a draft costs at least
 
 
@@ -212,62 +209,6 @@ class Stretch:
     drafts: int = 0
     left: int = 0  # rounds to go
     tries: bool = False  # whether another depth is known to be better
-
-
-class Position:
-    """How often a draft position is accepted, newer rounds weighing more."""
-
-    def __init__(self) -> None:
-        self.accepted = self.seen = 0.0
-        self.age = 0  # rounds since it was last observed
-
-    def add(self, accepted: bool) -> None:
-        """Observe it once."""
-        weight = MEMORY * FADING**self.age
-        self.accepted = weight * self.accepted + accepted
-        self.seen = weight * self.seen + 1
-        self.age = 0
-
-    def share(self, prior: float) -> float:
-        """The expected share, which is ``prior`` where nothing is known."""
-        return (self.accepted + prior) / (self.seen + 1)
-
-    def hope(self) -> float:
-        """The share it may have by now."""
-        weight = FADING**self.age
-        return (weight * self.accepted + UNKNOWN) / (weight * self.seen + 1)
-
-
-class Cost:
-    """The wall time of rounds at one depth.
-
-    Attributes:
-        seconds: The latest times.
-        value: Their median; of two the lower, as the first may have compiled kernels.
-        age: Rounds since the latest.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: deque[float] = deque(maxlen=SAMPLES)
-        self.value = 0.0
-        self.age = 0
-
-    def add(self, seconds: float) -> None:
-        """Observe it once."""
-        self.seconds.append(seconds)
-        self.value = median_low(self.seconds)
-        self.age = 0
-
-    @property
-    def sure(self) -> bool:
-        """Whether it was measured more than once."""
-        return len(self.seconds) > 1
-
-    def hope(self, least: float) -> float:
-        """The time it may take: ``least`` until that is sure."""
-        if not self.sure:
-            return least
-        return self.value * (1 - 0.2 * (1 - FADING ** (self.age / 4)))
 
 
 class Adaptives(dict[int, Adaptive]):

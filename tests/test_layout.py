@@ -24,6 +24,7 @@ ORDER = [
     "clock",
     "hub",
     "pair",
+    "estimate",
     "depth",
     "propose",
     "rule",
