@@ -10,6 +10,7 @@ from mlx_lm_mtp.depth import MAX_DRAFTS, Adaptives, learnt
 
 def test_the_command_prints_a_table(capsys):
     options = ["--rows", "1", "3", "--num-draft-tokens", "0", "2", "--seconds", "0.01"]
+    options += ["--runs", "2"]
     assert main(["throughput", *options, "--context", "20"]) == 0
     *_, head, rule, one, three = capsys.readouterr().out.splitlines()
     cells = [[c.strip() for c in line.split("|")[1:-1]] for line in (head, one, three)]
