@@ -182,7 +182,7 @@ class Flight:
         hidden = self.hidden
         if len(places) < len(self.rows):
             hidden = hidden[mx.array(places)]
-        return Seed(token, mx.take_along_axis(hidden, index[:, None, None], axis=1))
+        return Seed.at(token, hidden, index)
 
     def decisions(self) -> dict[Row, Decision]:
         """What became of the rows that are still in the batch."""

@@ -108,10 +108,9 @@ class Live:
         end = self._needed((0,) * len(bases)) + size
 
         def moved(entries: mx.array, w: Optional[int]) -> mx.array:
-            if any(drops) and w:
-                entries = _dropped(entries, drops)
-            room = needed if w else end
-            return entries if room <= entries.shape[2] else padded(entries, room)
+            if w:
+                return padded(_dropped(entries, drops), needed)
+            return padded(entries, end)
 
         self.buffers = replace(
             old,

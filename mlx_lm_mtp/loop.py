@@ -47,10 +47,7 @@ class Round:
         """What the next round starts from, before the host knows it."""
         verdict = self.trial.verdict
         assert verdict is not None
-        if not self.size:
-            return Seed(verdict.token, self.hidden)
-        row = verdict.accepted.astype(mx.int32)[:, None, None]
-        return Seed(verdict.token, mx.take_along_axis(self.hidden, row, axis=1))
+        return Seed.at(verdict.token, self.hidden, verdict.accepted)
 
     def seed_after(self, decision: Decision) -> Seed:
         """Likewise, from what the host has decided."""

@@ -27,6 +27,14 @@ class Seed:
     token: mx.array  # [B] emitted, not yet in the target's cache
     hidden: mx.array  # [B, 1, H] the target's, after the final norm
 
+    @classmethod
+    def at(cls, token: mx.array, hidden: mx.array, index: mx.array) -> "Seed":
+        """Tokens [B] and, of hidden states [B, L, H], those at index [B]."""
+        if hidden.shape[1] > 1:
+            index = index.astype(mx.int32)[:, None, None]
+            hidden = mx.take_along_axis(hidden, index, axis=1)
+        return cls(token, hidden)
+
 
 @dataclass(frozen=True)
 class Draft:
