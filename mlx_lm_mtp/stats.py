@@ -1,6 +1,8 @@
 """What happened in a generation, per round and per draft position."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 FEW = 4  # rounds after which a depth that adapts has tried to draft
 
@@ -62,3 +64,18 @@ class MTPStats:
         few = self.rounds < FEW
         why = "the text ended before" if few else "drafting does not pay here"
         return f"MTP: the assistant was not used: {why}"
+
+
+def merged(parts: Iterable[MTPStats]) -> MTPStats:
+    """The counts of several generations."""
+    total = MTPStats()
+    for part in parts:
+        total.rounds += part.rounds
+        total.tokens += part.tokens
+        total.drafted = _added(total.drafted, part.drafted)
+        total.accepted = _added(total.accepted, part.accepted)
+    return total
+
+
+def _added(one: list[int], other: list[int]) -> list[int]:
+    return [a + b for a, b in zip_longest(one, other, fillvalue=0)]

@@ -17,12 +17,13 @@ from mlx_lm.generate import BatchGenerator
 
 from .batch import MTPBatchGenerator
 from .bench.dial import Dial
-from .bench.summary import markdown_row, merged, table
+from .bench.summary import markdown_row, table
 from .generate import checked_number
 from .machine import about
+from .options import check_least
 from .rounds import MTPError
 from .rule import Rule
-from .stats import MTPStats
+from .stats import MTPStats, merged
 from .subject import Subject, add_pair_arguments, open_subject
 
 ENDLESS = 1 << 30
@@ -45,10 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """The command: its exit status."""
-    if min(*args.rows, args.runs) < 1 or args.context < 2 or args.seconds <= 0:
-        raise MTPError(
-            "--rows and --runs must be 1 or more, --context 2, --seconds above 0"
-        )
+    check_least(args, rows=1, runs=1, context=2)
+    if not args.seconds > 0:
+        raise MTPError(f"--seconds is {args.seconds}, it must be positive")
     for number in args.num_draft_tokens:
         checked_number(number)
     subject = open_subject(args)

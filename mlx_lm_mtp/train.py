@@ -16,6 +16,7 @@ from mlx_lm import load
 from mlx_lm.utils import _download
 
 from .hub import find_assistant, read_config
+from .options import check_least
 from .pair import load_assistant
 from .rounds import MTPError
 from .target import Target
@@ -81,19 +82,17 @@ def check_options(args: argparse.Namespace) -> None:
     Raises:
         MTPError: Naming the option.
     """
-    for name in (
-        "iters",
-        "batch_size",
-        "own_tokens",
-        "num_draft_tokens",
-        "steps_per_eval",
-        "val_batches",
-        "save_every",
-        "max_seq_length",
-    ):
-        if getattr(args, name) < 1:
-            flag = "--" + name.replace("_", "-")
-            raise MTPError(f"{flag} is {getattr(args, name)}, it must be at least 1")
+    check_least(
+        args,
+        iters=1,
+        batch_size=1,
+        own_tokens=1,
+        num_draft_tokens=1,
+        steps_per_eval=1,
+        val_batches=1,
+        save_every=1,
+        max_seq_length=1,
+    )
     if not args.learning_rate > 0:
         raise MTPError(f"--learning-rate is {args.learning_rate}, it must be positive")
     if args.own_text < 0:

@@ -23,7 +23,6 @@ from mlx_lm_mtp.bench.summary import (
     HEAD,
     against_best,
     cells_of,
-    merged,
     summarise,
     table,
 )
@@ -35,6 +34,7 @@ from mlx_lm_mtp.pair import check_pair, model_file
 from mlx_lm_mtp.prompts import KINDS, make_prompt, random_prompt
 from mlx_lm_mtp.residual import make_rule
 from mlx_lm_mtp.rounds import Draft
+from mlx_lm_mtp.stats import merged
 from mlx_lm_mtp.subject import add_pair_arguments, open_subject
 from mlx_lm_mtp.synthetic import SIZES, configs, make_pair
 from mlx_lm_mtp.target import Target
@@ -201,7 +201,7 @@ def test_a_small_memory_has_methods_take_turns_in_groups(capsys, monkeypatch):
     """Each group has a plain text of its own, and everything is measured."""
     monkeypatch.setattr(run, "room", lambda: 0)
     less = ("--contexts", "0", "--temps", "0", "--num-draft-tokens", "1", "2", "3")
-    output = ("--runs", "2", "--json", "--time-limit", "60")
+    output = ("--runs", "2", "--json", "--time-limit", "20")
     assert main(["bench", *SMALL, *less, *output]) == 0
     found = lines(capsys)
     names = [s["method"] for s in found if s["event"] == "generation"]
@@ -219,7 +219,7 @@ def test_every_run_shuffles_the_deck_again(capsys, monkeypatch):
 
     monkeypatch.setattr(run, "dialled_step", seen)
     less = ("--contexts", "0", "--temps", "0", "--num-draft-tokens", "1")
-    output = ("--acceptance", "0.5", "--runs", "3", "--json", "--time-limit", "60")
+    output = ("--acceptance", "0.5", "--runs", "3", "--json", "--time-limit", "20")
     assert main(["bench", *SMALL, *less, *output]) == 0
     assert seeds == {0, 1, 2}
 
@@ -347,7 +347,8 @@ def lines(capsys):
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_the_command_on_a_synthetic_pair(capsys, tmp_path):
+def test_the_command_on_a_synthetic_pair(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(run, "SETTLE", 40)
     picture = tmp_path / "speed.svg"
     options = ("--contexts", "0", "70", "--temps", "1", "--acceptance", "0.5", "0.9")
     numbers = ("--num-draft-tokens", "0", "2", "adaptive", "--runs", "2")

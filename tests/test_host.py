@@ -324,6 +324,7 @@ def test_an_app_keeps_its_progress_callback(pair_e):
         "import os\n" * 20,
         max_tokens=20,
         draft_model=pair_e.drafter,
+        num_draft_tokens=3,
         prompt_progress_callback=lambda *a: seen.append(a),
         prefill_step_size=30,
         stats=stats,

@@ -12,6 +12,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ORDER = [
     "kinds",
     "rounds",
+    "options",
     "tape",
     "buffers",
     "cache",

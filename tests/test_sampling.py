@@ -196,22 +196,26 @@ def test_a_sampler_that_tells_its_law(pair_e, prompts):
 
 
 def test_a_seed_set_before_the_first_token_counts(pair_e, prompts):
-    """As with mlx-lm's generators, which draw nothing before they are asked."""
+    """As with mlx-lm's generators, which draw nothing before they are asked.
 
-    def text(verification):
+    What block verification draws depends on the numbers of drafts, so they are pinned.
+    """
+
+    def text(verification, num):
         steps = mtp_generate_step(
             prompts[7][:60],
             pair_e.model,
             pair_e.drafter,
+            num_draft_tokens=num,
             sampler=make_sampler(1.0),
-            max_tokens=20,
+            max_tokens=40,
             verification=verification,
         )
         mx.random.seed(3)
         return [token for token, _, _ in steps]
 
-    for verification in ("block", "coupled"):
-        assert text(verification) == text(verification)
+    for options in [("block", 0), ("block", 3), ("coupled", None)]:
+        assert text(*options) == text(*options)
 
 
 @pytest.mark.parametrize("penalty", [1.1, 1.5])

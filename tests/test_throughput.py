@@ -3,12 +3,14 @@
 import mlx.core as mx
 import pytest
 
+from mlx_lm_mtp import throughput
 from mlx_lm_mtp.__main__ import main
 from mlx_lm_mtp.batch import MTPBatchGenerator
 from mlx_lm_mtp.depth import MAX_DRAFTS, Adaptives, learnt
 
 
-def test_the_command_prints_a_table(capsys):
+def test_the_command_prints_a_table(capsys, monkeypatch):
+    monkeypatch.setattr(throughput, "SETTLE", 20)
     options = ["--rows", "1", "3", "--num-draft-tokens", "0", "2", "--seconds", "0.01"]
     options += ["--runs", "2"]
     assert main(["throughput", *options, "--context", "20"]) == 0
@@ -22,7 +24,7 @@ def test_the_command_prints_a_table(capsys):
 def test_the_command_refuses_in_one_line(capsys):
     assert main(["throughput", "--rows", "0"]) == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert "--rows and --runs must be 1 or more" in line
+    assert "--rows is 0, it must be at least 1" in line
 
 
 def test_a_wrong_number_of_drafts_is_refused_before_any_work(capsys):

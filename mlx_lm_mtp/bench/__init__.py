@@ -17,6 +17,7 @@ from typing import Any, Optional
 from ..depth import MAX_DRAFTS
 from ..machine import about
 from ..measure import Costs, measure
+from ..options import check_least
 from ..prompts import RANDOM_KIND
 from ..rounds import MTPError
 from ..subject import Subject, add_pair_arguments, load_model, open_subject
@@ -120,13 +121,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("runs", "max_tokens", "time_limit"):
-        least = 2 if name == "max_tokens" else 1
-        if getattr(args, name) < least:
-            flag = "--" + name.replace("_", "-")
-            raise MTPError(
-                f"{flag} is {getattr(args, name)}, it must be at least {least}"
-            )
+    check_least(args, runs=1, max_tokens=2, time_limit=1)
     if min(args.temps) < 0:
         raise MTPError(f"--temps has {min(args.temps)}, it must be 0 or more")
     if args.svg and not args.svg.parent.is_dir():

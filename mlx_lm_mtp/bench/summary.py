@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from statistics import median
 from typing import Optional
 
 from ..measure import Costs, predicted, shares
-from ..stats import MTPStats
+from ..stats import MTPStats, merged
 from .methods import ADAPTIVE, PLAIN, Cell, Method
 from .text import Generation
 
@@ -52,21 +51,6 @@ def deepest(generations: Iterable[Generation]) -> MTPStats:
     pinned = [g for g in generations if g.method.drafts]
     most = max((g.method.drafts or 0 for g in pinned), default=0)
     return merged(g.stats for g in pinned if g.method.drafts == most)
-
-
-def merged(parts: Iterable[MTPStats]) -> MTPStats:
-    """The counts of several generations."""
-    total = MTPStats()
-    for part in parts:
-        total.rounds += part.rounds
-        total.tokens += part.tokens
-        total.drafted = _added(total.drafted, part.drafted)
-        total.accepted = _added(total.accepted, part.accepted)
-    return total
-
-
-def _added(one: list[int], other: list[int]) -> list[int]:
-    return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
 
 
 def summarise(

@@ -16,7 +16,7 @@ from ..depth import MAX_DRAFTS
 from ..host import status
 from ..machine import about, memory, uses_reference_blas
 from ..measure import measure
-from ..rounds import MTPError
+from ..options import check_least
 from ..subject import Subject, add_pair_arguments
 from . import examine
 from .advice import warnings
@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """The command: its exit status."""
-    _check(args)
+    # Two tokens make a speed, and the widest forward compared reads nine.
+    check_least(args, max_tokens=2, positions=9, time_limit=1)
     fit = find_fit(args)
     subject = fit.subject
     report = {
@@ -59,16 +60,6 @@ def main(args: argparse.Namespace) -> int:
         report["warnings"] = warnings(report)
     print(json.dumps(report) if args.json else text(report).lstrip())
     return 0 if report["fit"] else 1
-
-
-def _check(args: argparse.Namespace) -> None:
-    # Two tokens make a speed, and the widest forward compared reads nine.
-    for name, least in {"max_tokens": 2, "positions": 9, "time_limit": 1}.items():
-        if getattr(args, name) < least:
-            flag = "--" + name.replace("_", "-")
-            raise MTPError(
-                f"{flag} is {getattr(args, name)}, it must be at least {least}"
-            )
 
 
 def _measured(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:

@@ -11,11 +11,10 @@ from mlx_lm.sample_utils import make_sampler
 
 from ..bench.methods import Cell, plain, with_drafts
 from ..bench.run import TOP_K, TOP_P, Bench
-from ..bench.summary import merged
 from ..depth import best_depth
 from ..generate import mtp_generate_step
 from ..measure import Costs, predicted, prefill, shares
-from ..stats import MTPStats
+from ..stats import MTPStats, merged
 from ..subject import Subject
 
 TEMPS = (0.0, 1.0)
