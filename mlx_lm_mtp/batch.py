@@ -7,7 +7,8 @@ decoding of the rows whose prompts have been read.
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Optional, cast
+from operator import index
+from typing import Any, Optional, SupportsIndex, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -51,7 +52,10 @@ class Rules:
 
     def make(self, sampler: Any, processors: Any, seed: Optional[int]) -> Rule:
         """A rule with random numbers of its own."""
-        rule = make_rule(sampler, processors, *self._options)
+        try:
+            rule = make_rule(sampler, processors, *self._options)
+        except (ArithmeticError, TypeError) as e:
+            raise MTPError(f"the sampler cannot be used: {e}") from e
         if isinstance(rule, Compare) and rule.sampler is greedy_sampler:
             return rule if processors else self._greedy
         rule.seed(self._another_seed() if seed is None else seed)
@@ -166,6 +170,7 @@ class MTPBatchGenerator(BatchGenerator):  # type: ignore[misc]
         super().__init__(model, **options)
         self._stats = stats or MTPStats()
         self._wishes: dict[int, Wish] = {}
+        self._errors: list[Exception] = []  # to be raised by ``next_generated``
         self._prompt_batch = Prompts.empty(
             self.model, self.sampler, prefill_step_size=self.prefill_step_size
         )
@@ -218,6 +223,9 @@ class MTPBatchGenerator(BatchGenerator):  # type: ignore[misc]
             ValueError: If an option cannot be honoured; nothing is queued then.
         """
         size = len(segments)
+        # As in mlx-lm, an empty list stands for what is usual.
+        max_tokens, caches = max_tokens or None, caches or None
+        all_tokens = all_tokens or None
         of_each = {
             "max_tokens": max_tokens,
             "caches": caches,
@@ -229,9 +237,12 @@ class MTPBatchGenerator(BatchGenerator):  # type: ignore[misc]
         for name, given in of_each.items():
             if given is not None and len(given) != size:
                 raise MTPError(f"{name} has {len(given)} entries for {size} sequences")
+        limits = None if max_tokens is None else list(map(_whole, max_tokens))
         held = [list(tokens) for tokens in all_tokens or [[]] * size]
         caches = list(caches or [None] * size)
-        segments = [list(filter(None, pieces)) for pieces in segments]
+        segments = [
+            [list(piece) for piece in pieces if len(piece)] for pieces in segments
+        ]
         for i, cache in enumerate(caches):
             if cache is not None:
                 kv.check(cache, self.fresh_cache())
@@ -240,7 +251,7 @@ class MTPBatchGenerator(BatchGenerator):  # type: ignore[misc]
         for num in num_draft_tokens or ():
             checked_number(num)
         uids: list[int] = super().insert_segments(
-            segments, max_tokens, caches, held, *args, **options
+            segments, limits, caches, held, *args, **options
         )
         # What was queued has the sampler and the processors that mlx-lm chose.
         queued = list(self._unprocessed_sequences)[-size:]
@@ -268,9 +279,20 @@ class MTPBatchGenerator(BatchGenerator):  # type: ignore[misc]
         return super().remove(uids, return_prompt_caches)
 
     def next_generated(self) -> list[Response]:
-        """As mlx-lm's; raises where ``next`` would tell of a sequence's error."""
-        responses: list[Response] = super().next_generated()
-        for response in responses:
-            if response.error is not None:
-                raise response.error
-        return responses
+        """As mlx-lm's; raises where ``next`` would tell of a sequence's error.
+
+        What was generated meanwhile is returned first.
+        """
+        responses: list[Response] = [] if self._errors else super().next_generated()
+        self._errors += [r.error for r in responses if r.error is not None]
+        good = [r for r in responses if r.error is None]
+        if self._errors and not good:
+            raise self._errors.pop(0)
+        return good
+
+
+def _whole(number: Any) -> int:
+    """A count of tokens, of any type of whole numbers."""
+    if not isinstance(number, SupportsIndex):
+        raise MTPError(f"max_tokens has {number!r}, it must be whole numbers")
+    return index(number)

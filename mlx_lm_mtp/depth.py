@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 from operator import mul
 from typing import Any, Optional, Protocol
 
@@ -25,6 +26,7 @@ FULL = 16.0  # plain steps that a new purse holds, and no purse more
 FIRST = 3  # the depth that is tried first
 STRETCH = 3  # rounds of a depth at least
 DRAFT = 0.03  # of a plain round is what a draft costs at least
+LUCK = 0.8  # of the time to be expected is hoped for between depths that are known
 
 
 class Depth(Protocol):
@@ -105,18 +107,22 @@ class Adaptive:
         self, limit: int, best: int, rates: Mapping[int, float]
     ) -> Optional[int]:
         """A depth that may be better than the best known, and that can be paid."""
-        hopes = self._hopes(limit)
+        seconds = self._hoped_costs(limit)
+        tokens = expected_tokens([position.hope() for position in self.positions])
+        hopes = [tokens[k] / cost for k, cost in enumerate(seconds)]
         tried = max(range(limit + 1), key=hopes.__getitem__)
         if not any(cost.seconds for cost in self.costs[1:]):
             tried = min(FIRST, limit)
         if tried == best or hopes[tried] <= rates[best]:
             return None
-        tokens = expected_tokens(self.acceptance)[tried]
-        price = STRETCH * (self._expected_cost(tried) - tokens / rates[best])
+        # An old time may be far too dear: what to expect is between it and the hope.
+        cost = (self._expected_cost(tried) + seconds[tried]) / 2
+        earned = expected_tokens(self.acceptance)[tried] / rates[best]
+        price = STRETCH * (cost - earned)
         return tried if price < self._purse else None
 
     def learn(self, drafts: int, accepted: Sequence[int], seconds: float) -> None:
-        if drafts > MAX_DRAFTS or seconds <= 0 or not accepted:
+        if drafts > MAX_DRAFTS or not 0 < seconds < inf or not accepted:
             return
         # A machine needs a round to settle after another depth.
         if self._landed == drafts:
@@ -174,14 +180,20 @@ class Adaptive:
         first, last = self._usual(low), self._usual(high)
         return first + (last - first) * (drafts - low) / max(high - low, 1)
 
-    def _hopes(self, limit: int) -> list[float]:
-        """The rates that depths may have, if what is unknown turns out well."""
-        tokens = expected_tokens([position.hope() for position in self.positions])
-        least = self._usual(0)
-        seconds = [
-            cost.hope(least * (1 + DRAFT * k)) for k, cost in enumerate(self.costs)
-        ]
-        return [tokens[k] / seconds[k] for k in range(limit + 1)]
+    def _hoped_costs(self, limit: int) -> list[float]:
+        """The times that depths may take, if what is old or unknown turns out well."""
+        plain = self._usual(0)
+        deepest = max(k for k, cost in enumerate(self.costs) if cost.sure)
+        found = []
+        for k, cost in enumerate(self.costs[: limit + 1]):
+            least = plain * (1 + DRAFT * k) if k else 0.0
+            if cost.sure:
+                found.append(cost.hope(self._usual(k), least))
+            elif k < deepest:
+                found.append(cost.hope(LUCK * self._expected_cost(k), least))
+            else:
+                found.append(least)
+        return found
 
     def _pay(self, drafts: int, accepted: float) -> None:
         """Earn a share of a round's time, and book what a try cost or won.

@@ -4,12 +4,16 @@ What is old says little: its weight falls with every round, and hope returns.
 """
 
 from collections import deque
+from math import log
 from statistics import median_low
 
 MEMORY = 0.98  # weight of a position's past at each further observation
 FADING = 0.995  # and at each round without one
 UNKNOWN = 0.9  # acceptance that a position may have if nothing is known
 SAMPLES = 9  # times of a depth that are remembered
+OLD = 100  # rounds after which they may hold no longer: in another context, say
+OTHER = 0.2  # by which a new time is then another one, as a logarithm
+FALL = 1 / 12  # of FADING, by which the time falls that an old one may take by now
 
 
 class Position:
@@ -51,7 +55,9 @@ class Cost:
         self.age = 0
 
     def add(self, seconds: float) -> None:
-        """Observe it once."""
+        """Observe it once. Of what is old and no longer so, two new times decide."""
+        if self.seconds and self.age > OLD and abs(log(seconds / self.value)) > OTHER:
+            self.seconds = deque(list(self.seconds)[-1:], maxlen=SAMPLES)
         self.seconds.append(seconds)
         self.value = median_low(self.seconds)
         self.age = 0
@@ -61,8 +67,6 @@ class Cost:
         """Whether it was measured more than once."""
         return len(self.seconds) > 1
 
-    def hope(self, least: float) -> float:
-        """The time it may take: ``least`` until that is sure."""
-        if not self.sure:
-            return least
-        return self.value * (1 - 0.2 * (1 - FADING ** (self.age / 4)))
+    def hope(self, usual: float, least: float) -> float:
+        """The time it may take by now, where ``usual`` was to be expected."""
+        return max(usual * FADING ** (FALL * self.age), least)

@@ -14,7 +14,7 @@ import mlx.core as mx
 from .buffers import Span
 from .propose import Drawn, joined
 from .rounds import Draft, Seed, Verdict
-from .rule import Decision, Rule, Trial
+from .rule import Decision, Failed, Rule, Trial
 from .stats import MTPStats
 
 
@@ -70,10 +70,25 @@ class Part:
             return array[first : first + size]
         return array[mx.array(self.places)]
 
-    def draft(self) -> Draft:
-        """What was drawn, as far as its rows take it."""
+    def draw(self, ids: Optional[mx.array], logits: mx.array) -> Drawn:
+        """Draw one draft of each of its rows; see ``propose.Draw``."""
+        mine = None if ids is None else self.of(ids)
+        self.drawn.append(self._guarded("draw", mine, self.of(logits)))
+        return self.drawn[-1]
+
+    def judge(self, logits: mx.array) -> Trial:
+        """Judge what was drawn, as far as its rows take it."""
         n = self.drafts
-        return joined(self.drawn[:n]) if n else Draft.none(len(self.places))
+        draft = joined(self.drawn[:n]) if n else Draft.none(len(self.places))
+        return self._guarded("judge", draft, self.of(logits)[:, : n + 1])
+
+    def _guarded(self, step: str, *args: Any) -> Any:
+        """A step of the rule. What its sampler raises is for these rows alone."""
+        try:
+            return getattr(self.rule, step)(*args)
+        except Exception as e:
+            self.rule = Failed(e)
+            return getattr(self.rule, step)(*args)
 
 
 class Parts:
@@ -107,18 +122,13 @@ class Parts:
         """Draw one draft of each row; see ``propose.Draw``."""
         tokens = []
         for part in self.parts:
-            mine = None if ids is None else part.of(ids)
-            drawn = part.rule.draw(mine, part.of(logits))
-            part.drawn.append(drawn)
+            drawn = part.draw(ids, logits)
             tokens.append(drawn.token.astype(mx.int32))
         return Drawn(self.join(tokens))
 
     def judge(self, logits: mx.array) -> list[Trial]:
         """Judge what was drawn by the target's logits [B, K + 1, V]."""
-        return [
-            part.rule.judge(part.draft(), part.of(logits)[:, : part.drafts + 1])
-            for part in self.parts
-        ]
+        return [part.judge(logits) for part in self.parts]
 
 
 @dataclass(eq=False)

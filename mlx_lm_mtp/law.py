@@ -16,6 +16,8 @@ from typing import Any, Optional, Protocol
 import mlx.core as mx
 from mlx_lm import sample_utils
 
+from .rounds import MTPError
+
 LOWEST = -3.0e38
 
 Sampler = Callable[[mx.array], mx.array]
@@ -116,6 +118,28 @@ def law_of(sampler: Sampler) -> Optional[Law]:
     if callable(getattr(sampler, "law", None)):
         return OfferedLaw(sampler)
     return None
+
+
+def check_filters(sampler: Optional[Sampler], vocab_size: int) -> None:
+    """Refuse what the filters of ``make_sampler`` would refuse at the first token.
+
+    They raise while MLX traces them, and that leaves its random numbers unusable.
+
+    Raises:
+        MTPError: Naming the option.
+    """
+    if sampler is None or not is_mlx_lm(sampler):
+        return
+    for method in _cells(sampler)["sampling_methods"]:
+        cells = _cells(method)
+        top_k, threshold = cells.get("top_k", 0), cells.get("xtc_threshold", 0)
+        if top_k >= vocab_size:
+            raise MTPError(
+                f"top_k is {top_k}, it must be below {vocab_size}, the size of this "
+                "model's vocabulary"
+            )
+        if not 0 <= threshold <= 0.5:
+            raise MTPError(f"xtc_threshold is {threshold}, it must be 0 to 0.5")
 
 
 @dataclass(frozen=True)

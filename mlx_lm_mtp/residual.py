@@ -15,6 +15,7 @@ from .law import (
     Law,
     LogitsProcessor,
     Sampler,
+    check_filters,
     is_greedy,
     is_pure,
     law_of,
@@ -47,7 +48,8 @@ def make_rule(
             keeps the target's law, it moves the acceptance only; 0 drafts greedily.
 
     Raises:
-        MTPError: If the verification is not known, or the heat negative.
+        MTPError: If the verification is not known, the heat negative, or a filter of
+            the sampler's cannot be applied.
     """
     if draft_heat < 0:
         raise MTPError(f"draft_heat is {draft_heat}, it must be 0 or more")
@@ -56,6 +58,7 @@ def make_rule(
             f"verification is {verification!r}, it must be one of "
             f"{', '.join(VERIFICATIONS)}"
         )
+    check_filters(sampler, vocab_size)
     processors = list(processors or ())
     law = None if sampler is None or is_greedy(sampler) else law_of(sampler)
     if law and verification != "coupled" and all(map(is_pure, processors)):

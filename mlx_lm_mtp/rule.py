@@ -112,6 +112,24 @@ class Rule:
         return ids, process(processors, self._path, logits)
 
 
+class Failed(Rule):
+    """What is left of a rule that raised: no draft stands, rows end with its error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__((), 0)
+        self._error = error
+
+    def draw(self, ids: Optional[mx.array], logits: mx.array) -> Drawn:
+        return Drawn(mx.zeros(logits.shape[:1], mx.int32))
+
+    def judge(self, draft: Draft, logits: mx.array) -> Trial:
+        none = mx.zeros(logits.shape[:1], mx.int32)
+        return Trial(draft, logits, Verdict(none, none))
+
+    def decide(self, trial: Trial) -> list[Decision]:
+        return [Decision([], row[:0], self._error) for row in trial.logits]
+
+
 def pick(index: mx.array, ids: Optional[mx.array]) -> mx.array:
     """Turn an index among candidates [B] into a token."""
     if ids is None:

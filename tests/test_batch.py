@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -366,6 +367,74 @@ def test_a_processor_that_fails_ends_its_row_alone(pair, prompts, alone):
     wanted = alone(2, 20, "greedy")
     assert found == {0: wanted[:5], 1: wanted}
     assert errors == [(0, "mine", "error")]
+
+
+class BrokenLaw:
+    """A sampler object whose law fails at its third call."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def law(self, logprobs):
+        self.calls += 1
+        if self.calls > 2:
+            raise ZeroDivisionError("mine")
+        return logprobs
+
+    def __call__(self, logprobs):
+        return mx.random.categorical(self.law(logprobs))
+
+
+def test_a_law_that_fails_ends_its_row_alone(pair, prompts, alone):
+    generator = MTPBatchGenerator(pair.model, pair.drafter, max_tokens=TOKENS)
+    prompt = prompts[2][:20].tolist()
+    generator.insert([prompt] * 3, samplers=[None, BrokenLaw(), None])
+    found, failed = {0: [], 1: [], 2: []}, []
+    while any(told := generator.next()):
+        for r in told[1]:
+            if r.error is not None:
+                failed.append((r.uid, str(r.error)))
+                assert_cold(pair.model, r.prompt_cache, r.all_tokens)
+            else:
+                found[r.uid].append(r.token)
+    assert failed == [(1, "mine")] and len(found[1]) < TOKENS
+    assert found[0] == found[2] == alone(2, 20, "greedy")
+
+
+def test_what_was_generated_comes_before_an_error(pair_e, prompts, alone):
+    generator = MTPBatchGenerator(pair_e.model, pair_e.drafter, max_tokens=TOKENS)
+    prompt = prompts[2][:20].tolist()
+    generator.insert([prompt] * 2, samplers=[None, BrokenLaw()])
+    found, errors = [], 0
+    while True:
+        try:
+            told = generator.next_generated()
+        except ZeroDivisionError:
+            errors += 1
+            continue
+        if not told:
+            break
+        found += [r.token for r in told if r.uid == 0]
+    wanted = [
+        t for t, _ in generate_step(mx.array(prompt), pair_e.model, max_tokens=24)
+    ]
+    assert found == wanted and errors == 1
+
+
+def test_what_plain_batching_takes_is_taken(pair_e, prompts):
+    """Tuples, numbers of numpy's, and empty lists for what is usual."""
+    generator = MTPBatchGenerator(
+        pair_e.model, pair_e.drafter, max_tokens=5, num_draft_tokens=3
+    )
+    prompt = tuple(prompts[2][:20].tolist())
+    generator.insert([prompt, list(prompt)], [np.int64(9), 9], [], [])
+    generator.insert([prompt], [])
+    found = {}
+    while told := generator.next_generated():
+        for r in told:
+            found.setdefault(r.uid, []).append(r.token)
+    assert found[0] == found[1] and len(found[0]) == 9
+    assert found[2] == found[0][:5]
 
 
 def test_what_cannot_be_honoured_is_refused(pair_e, prompts):

@@ -3,6 +3,7 @@
 import gc
 import math
 import random
+import sys
 from collections import deque
 
 import mlx.core as mx
@@ -111,7 +112,9 @@ def test_the_limit_is_kept_and_nonsense_ignored(data, limit):
         drafts = controller.choose(limit)
         assert 0 <= drafts <= min(limit, depth.MAX_DRAFTS)
         accepted = data.draw(st.integers(0, drafts))
-        seconds = data.draw(st.sampled_from([0.0, -1.0, 1e-9, 0.01, 100.0]))
+        seconds = data.draw(
+            st.sampled_from([0.0, -1.0, 1e-9, 0.01, 100.0, math.nan, math.inf])
+        )
         controller.learn(drafts, [accepted], seconds)
     assert all(0 <= share <= 1 for share in controller.acceptance)
 
@@ -212,6 +215,40 @@ def test_plain_rounds_that_were_timed_in_a_busy_minute_are_timed_again(curve):
     simulate(controller, costs, [0.0], 40)
     assert simulate(controller, costs, [0.0], 400) >= 0.95
     assert controller.best() == 0
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("before, after", [(0.6, 0.6), (0.3, 0.9), (0.9, 0.3)])
+@pytest.mark.parametrize("slower", [lambda x: 2 * x, lambda x: x + 1], ids=["x2", "+1"])
+def test_times_of_a_slower_day_are_forgotten(curve, before, after, slower):
+    """What was learnt in a long context, or on a busy machine, does not stay."""
+    costs = costs_of(curve)
+
+    def rate(seed):
+        controller = depth.Adaptive()
+        simulate(controller, list(map(slower, costs)), [before], 1500, seed)
+        simulate(controller, costs, [after], 3000, seed)
+        return simulate(controller, costs, [after], 3000, seed)
+
+    best = max(fixed_rate(costs, [after], k) for k in range(9))
+    assert sum(map(rate, range(2))) / 2 >= 0.9 * best
+
+
+# A depth of one or two drafts is the best, and the deep ones look better at first.
+SHALLOW = [
+    (
+        [1, 1.33, 1.69, 2.11, 2.25, 2.36, 2.74, 3.78, 4.71],
+        [0.71, 0.14, 0.93, 0.34, 0.46, 0.71, 0.66, 0.73],
+    ),
+    (costs_of("MoE, uniform"), [0.7, 0.29, 0.19, *[0.18] * 5]),
+]
+
+
+@pytest.mark.parametrize("costs, positions", SHALLOW)
+def test_a_shallow_depth_is_found_soon(costs, positions, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "shares", lambda kind: positions)
+    rates = [simulate(depth.Adaptive(), costs, [None], 2000, s) for s in range(4)]
+    assert sum(rates) / 4 >= 0.95 * fixed_rate(costs, [None], 1)
 
 
 def test_the_depth_behind_the_hump_is_found():

@@ -349,6 +349,20 @@ MISTAKES = {
         400,
         "top_k",
     ),
+    "the same without drafts": (
+        ANY | {"top_k": 10**6, "temperature": 1.0, "draft_model": None},
+        400,
+        "top_k",
+    ),
+    "a threshold that XTC cannot have": (
+        ANY | {"xtc_probability": 0.9, "xtc_threshold": 0.9, "temperature": 1.0},
+        400,
+        "xtc_threshold",
+    ),
+    "several texts": (ANY | {"prompt": ["a", "b"]}, 400, "makes no prompt"),
+    "one text in a list": (ANY | {"prompt": ["import os"]}, 400, "makes no prompt"),
+    "hotter than any number": (ANY | {"temperature": 10**400}, 400, "too large"),
+    "a penalty beyond numbers": (ANY | {"repetition_penalty": 10**400}, 500, ""),
     "a bias of no token": (ANY | {"logit_bias": {"2048": 1}}, 400, "there are 2048"),
     "a seed too large": (ANY | {"seed": 2**70}, 400, "seed"),
 }

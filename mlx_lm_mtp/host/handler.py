@@ -9,6 +9,7 @@ import logging
 import sys
 from typing import Any, Optional
 
+from ..depth import MAX_DRAFTS
 from ..rounds import MTPError
 from ..stats import MTPStats
 from .flags import AssistantPath
@@ -89,6 +90,10 @@ def _wrap_validate(original: Any) -> Any:
         original(self)
         if is_asked(self.response_generator):
             _check(self.body)
+            if pinned is not None:
+                # Everyone waits for a round, however many drafts one of them wants.
+                asked = self.response_generator.cli_args.num_draft_tokens
+                pinned = min(pinned, max(MAX_DRAFTS, asked or 0))
         self.num_draft_tokens = Drafts.of(pinned)
 
     return validate_model_parameters

@@ -104,6 +104,8 @@ def _wrap_tokenize(original: Any) -> Any:
         except Exception as e:
             line = " ".join(str(e).split()) or type(e).__name__
             raise MTPError(f"the request makes no prompt: {line}") from e
+        if not isinstance(found[0], list) or not all(map(_is_token, found[0])):
+            raise MTPError("the request makes no prompt: it must be one text")
         _check(args, self.model_provider)
         unused = _why_not(self.model_provider, args)
         if unused:
@@ -113,13 +115,25 @@ def _wrap_tokenize(original: Any) -> Any:
     return _tokenize
 
 
+def _is_token(item: Any) -> bool:
+    return isinstance(item, int)
+
+
 def _check(args: Any, models: Any) -> None:
-    """What only shows once the model is known, and would fail inside MLX."""
+    """What only shows once the model is known, and would fail inside MLX.
+
+    With and without drafts: either way it would end the serving thread.
+    """
     from ..target import Target
 
-    if not isinstance(models.draft_model, Drafting):
-        return
-    size = Target(models.model).vocab_size
+    if not args.sampling.xtc_threshold <= 0.5:
+        raise MTPError(
+            f"xtc_threshold is {args.sampling.xtc_threshold}, it must be 0 to 0.5"
+        )
+    try:
+        size = Target(models.model).vocab_size
+    except MTPError:
+        return  # no Gemma 4
     if args.sampling.top_k >= size:
         raise MTPError(
             f"top_k is {args.sampling.top_k}, it must be below {size}, the size of "
@@ -230,7 +244,7 @@ class Serving:
                 stats=[request.stats],
                 **options,
             )
-        except ValueError as e:
+        except Exception as e:  # whatever it is, it is for this request alone
             uid = -1 - len(self.refused)
             self.refused[uid] = e
         self.drafts[uid] = request
