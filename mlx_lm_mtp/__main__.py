@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 
 # Each module has add_arguments(parser) and main(args) -> exit status; the first line
@@ -27,7 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     module = importlib.import_module(COMMANDS[args.command][0], __package__)
     try:
-        return int(module.main(args))
+        status = int(module.main(args))
+        sys.stdout.flush()
+        return status
     except ValueError as e:
         from .rounds import MTPError  # imports MLX
 
@@ -35,6 +38,10 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"mlx_lm_mtp {args.command}: {e}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        # Whoever read the output has enough. What is left must not fail at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -1,6 +1,7 @@
 """What the commands ask of their options."""
 
 import argparse
+from math import inf
 
 from .rounds import MTPError
 
@@ -14,6 +15,6 @@ def check_least(args: argparse.Namespace, **least: int) -> None:
     for name, bound in least.items():
         given = getattr(args, name)
         number = min(given) if isinstance(given, list) else given
-        if number < bound:
+        if not bound <= number < inf:  # nor is NaN a number
             flag = "--" + name.replace("_", "-")
             raise MTPError(f"{flag} is {number}, it must be at least {bound}")

@@ -9,6 +9,7 @@ import argparse
 import copy
 import time
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 from typing import Any, Optional, cast
 
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """The command: its exit status."""
     check_least(args, rows=1, runs=1, context=2)
-    if not args.seconds > 0:
+    if not 0 < args.seconds < inf:
         raise MTPError(f"--seconds is {args.seconds}, it must be positive")
     for number in args.num_draft_tokens:
         checked_number(number)

@@ -6,6 +6,7 @@ For a target that was fine-tuned or quantised, or that has no drafter of its own
 import argparse
 import sys
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 from typing import Any, Optional
 
@@ -93,8 +94,10 @@ def check_options(args: argparse.Namespace) -> None:
         save_every=1,
         max_seq_length=1,
     )
-    if not args.learning_rate > 0:
+    if not 0 < args.learning_rate < inf:
         raise MTPError(f"--learning-rate is {args.learning_rate}, it must be positive")
+    if args.seed < 0:
+        raise MTPError(f"--seed is {args.seed}, it cannot be negative")
     if args.own_text < 0:
         raise MTPError(f"--own-text is {args.own_text}, it cannot be negative")
 

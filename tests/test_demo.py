@@ -1,6 +1,7 @@
 """The pair in the box: size, format, text, and the demo command."""
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -116,3 +117,13 @@ def test_path_is_for_other_commands():
 def test_an_empty_prompt_is_refused(capsys):
     assert main(["demo", " "]) == 1
     assert "needs a prompt" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_ends_a_command_quietly():
+    """As ``| head`` does: the end of the pipe is gone by the time of the first line."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "mlx_lm_mtp", "demo", "--path"]
+    found = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (found.returncode, found.stderr) == (141, "")

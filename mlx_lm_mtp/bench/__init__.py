@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import asdict
 from itertools import product
+from math import inf
 from pathlib import Path
 from typing import Any, Optional
 
@@ -122,10 +123,15 @@ def main(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     check_least(args, runs=1, max_tokens=2, time_limit=1)
-    if min(args.temps) < 0:
-        raise MTPError(f"--temps has {min(args.temps)}, it must be 0 or more")
+    for temp in args.temps:
+        if not 0 <= temp < inf:
+            raise MTPError(f"--temps has {temp}, it must be 0 or more")
+    if args.contexts:
+        check_least(args, contexts=0)
     if args.svg and not args.svg.parent.is_dir():
         raise MTPError(f"--svg: there is no folder {args.svg.parent}")
+    if args.svg and args.svg.is_dir():
+        raise MTPError(f"--svg: {args.svg} is a folder, a file is needed")
 
 
 def _methods(args: argparse.Namespace, subject: Subject) -> list[Method]:
