@@ -106,7 +106,7 @@ def _wrap_tokenize(original: Any) -> Any:
             raise MTPError(f"the request makes no prompt: {line}") from e
         if not isinstance(found[0], list) or not all(map(_is_token, found[0])):
             raise MTPError("the request makes no prompt: it must be one text")
-        _check(args, self.model_provider)
+        _check(args, self.model_provider, tokenizer)
         unused = _why_not(self.model_provider, args)
         if unused:
             log.info("MTP: not used for this request: %s", unused)
@@ -119,26 +119,21 @@ def _is_token(item: Any) -> bool:
     return isinstance(item, int)
 
 
-def _check(args: Any, models: Any) -> None:
+def _check(args: Any, models: Any, tokenizer: Any) -> None:
     """What only shows once the model is known, and would fail inside MLX.
 
     With and without drafts: either way it would end the serving thread.
     """
+    from mlx_lm.server import _make_sampler
+
+    from ..law import check_filters
     from ..target import Target
 
-    if not args.sampling.xtc_threshold <= 0.5:
-        raise MTPError(
-            f"xtc_threshold is {args.sampling.xtc_threshold}, it must be 0 to 0.5"
-        )
     try:
         size = Target(models.model).vocab_size
     except MTPError:
         return  # no Gemma 4
-    if args.sampling.top_k >= size:
-        raise MTPError(
-            f"top_k is {args.sampling.top_k}, it must be below {size}, the size of "
-            "this model's vocabulary"
-        )
+    check_filters(_make_sampler(args, tokenizer), size)
     for token in args.logits.logit_bias or {}:
         if not 0 <= token < size:
             raise MTPError(f"logit_bias names token {token}, there are {size}")
