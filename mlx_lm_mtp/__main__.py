@@ -18,7 +18,18 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; a mistake of the user's is one line, not a traceback."""
-    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except BrokenPipeError:
+        # Whoever read the output has enough. What is left must not fail at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="mlx_lm_mtp", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (home, text) in COMMANDS.items():
@@ -38,13 +49,6 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"mlx_lm_mtp {args.command}: {e}", file=sys.stderr)
         return 1
-    except BrokenPipeError:
-        # Whoever read the output has enough. What is left must not fail at the exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
 
 
 if __name__ == "__main__":

@@ -98,6 +98,8 @@ def check_pair_arguments(args: argparse.Namespace) -> None:
     Raises:
         MTPError: Naming them.
     """
+    if "" in (args.model, args.mtp_assistant):
+        raise MTPError("--model or --mtp-assistant is empty: give a folder or a repo")
     if args.synthetic and (args.model or args.mtp_assistant):
         raise MTPError("--synthetic makes its own pair: leave --model out")
     if bool(args.model) != bool(args.mtp_assistant):

@@ -431,6 +431,7 @@ BAD = {
         ["--synthetic", "26b-a4b", "--bits", "16", "--shrink", "64"],
         "--bits 4 or 8",
     ),
+    "an empty name": (["--model", "", "--mtp-assistant", ""], "is empty"),
     "cold": (["--temps", "-1"], "--temps has -1"),
     "no temperature": (["--temps", "nan"], "--temps has nan"),
     "no end": (["--time-limit", "nan"], "--time-limit is nan"),

@@ -145,6 +145,16 @@ def test_every_weight_learns_and_nothing_else(target, drafter, prompts):
     assert all(mx.abs(g).max().item() > 0 for g in grads.values())
 
 
+def test_more_drafts_than_the_text_has_tokens(target, drafter, prompts):
+    tokens, learnt = prompts[:1, :4], mx.ones((1, 4), mx.bool_)
+    distiller = distil.Distiller(target, drafter, 6)
+    assert all(
+        counts.tolist() == 6 * [0] for counts in distiller.agreement(tokens, learnt)
+    )
+    assert mx.isfinite(distiller.loss(tokens, learnt))
+    assert distil.Distiller(target, drafter, 3).agreement(tokens, learnt)[1][0] == 1
+
+
 def test_agreement_counts_prefixes(target, drafter, prompts):
     tokens = prompts[:3, :128]
     learnt = mx.ones(tokens.shape, mx.bool_)
@@ -311,6 +321,9 @@ def refused(capsys, args):
     [
         (("--iters", "0"), "--iters is 0"),
         (("--learning-rate", "0"), "--learning-rate"),
+        (("--learning-rate", "inf"), "--learning-rate is inf"),
+        (("--learning-rate", "1e38"), "came apart"),
+        (("--seed", "-1"), "--seed is -1"),
         (("--batch-size", "100"), "fewer than --batch-size 100"),
         (("--max-seq-length", "10"), "more than --max-seq-length 10"),
         (("--max-seq-length", "9999"), "the target reads at most"),

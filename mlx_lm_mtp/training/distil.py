@@ -103,9 +103,13 @@ class Distiller:
         Returns:
             Counts [K] for k = 1 to K, and of how many positions [K].
         """
+        room = learnt.shape[1] - self.num_drafts
+        if room <= 0:
+            none = mx.zeros((self.num_drafts,), mx.int32)
+            return none, none
         reading = read(self.target, tokens)
         choice = self._choices(reading.hidden)
-        alive = learnt[:, : learnt.shape[1] - self.num_drafts]
+        alive = learnt[:, :room]
         agreed, possible = [], []
         for k, state in enumerate(self._unroll(tokens, reading), 1):
             size = alive.shape[1]
@@ -151,10 +155,12 @@ class Distiller:
 
     def _aligned(self, states: list[mx.array]) -> mx.array:
         """[K, B, T, H_drafter] where row j holds what is held against the law at j."""
+        length = states[0].shape[1]
+        late = [min(k, length) for k in range(1, len(states) + 1)]
         return mx.stack(
             [
-                mx.pad(state[:, :-k], [(0, 0), (k, 0), (0, 0)])
-                for k, state in enumerate(states, 1)
+                mx.pad(state[:, : length - k], [(0, 0), (k, 0), (0, 0)])
+                for k, state in zip(late, states, strict=True)
             ]
         )
 

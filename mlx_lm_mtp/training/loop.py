@@ -5,14 +5,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 from tqdm import tqdm
 
+from ..rounds import MTPError
 from .data import Row, batch_of, collate
 from .distil import Distiller
 from .state import save_state
@@ -137,6 +139,11 @@ def fit(
             batch = batch_of(train, plan.batch_size, plan.seed, step)
             loss = step_fn(*collate(batch))
             mx.eval(loss, state)
+            if not isfinite(cast(float, loss.item())):
+                raise MTPError(
+                    f"the loss of step {step + 1} is {loss.item()}: the training came "
+                    "apart, start again with a lower --learning-rate"
+                )
             done = step + 1
             if done % plan.steps_per_eval == 0 or done == plan.iters:
                 held_out = look()
