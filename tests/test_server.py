@@ -362,7 +362,13 @@ MISTAKES = {
     "several texts": (ANY | {"prompt": ["a", "b"]}, 400, "makes no prompt"),
     "one text in a list": (ANY | {"prompt": ["import os"]}, 400, "makes no prompt"),
     "hotter than any number": (ANY | {"temperature": 10**400}, 400, "too large"),
-    "a penalty beyond numbers": (ANY | {"repetition_penalty": 10**400}, 500, ""),
+    "a penalty beyond numbers": (
+        ANY | {"repetition_penalty": 10**400},
+        400,
+        "repetition_penalty is too large",
+    ),
+    "a bias beyond numbers": (ANY | {"logit_bias": {"5": 10**400}}, 400, "too large"),
+    "a context of no end": (ANY | {"presence_context_size": 10**30}, 400, "too large"),
     "a bias of no token": (ANY | {"logit_bias": {"2048": 1}}, 400, "there are 2048"),
     "a seed too large": (ANY | {"seed": 2**70}, 400, "seed"),
 }

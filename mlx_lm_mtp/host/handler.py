@@ -19,8 +19,18 @@ log = logging.getLogger("mlx_lm_mtp")
 
 # Drafts of a draft model that is not ours, where nothing is said: mlx-lm's default.
 ORDINARY = 3
+# Of these MLX takes no whole numbers beyond 32 bits.
+NUMBERS = (
+    "temperature",
+    "repetition_penalty",
+    "repetition_context_size",
+    "presence_penalty",
+    "presence_context_size",
+    "frequency_penalty",
+    "frequency_context_size",
+)
 # What these say is the client's to mend.
-MISTAKES = (ValueError, TypeError, AssertionError)
+MISTAKES = (ValueError, TypeError, AssertionError, OverflowError)
 
 
 class Drafts(int):
@@ -109,6 +119,10 @@ def _check(body: dict[str, Any]) -> None:
         raise ValueError("stop must be a string or a list of strings")
     if not 0 <= (body.get("seed") or 0) < 2**64:
         raise ValueError("seed must be at least 0 and below 2**64")
+    for name in NUMBERS:
+        number = body.get(name)
+        if isinstance(number, int) and abs(number) >= 2**31:
+            raise ValueError(f"{name} is too large")
     options = body.get("stream_options")
     if not isinstance(options, dict | None):
         raise ValueError("stream_options must be an object")
