@@ -237,7 +237,7 @@ class MTPBatchGenerator(BatchGenerator):  # type: ignore[misc]
         for name, given in of_each.items():
             if given is not None and len(given) != size:
                 raise MTPError(f"{name} has {len(given)} entries for {size} sequences")
-        limits = None if max_tokens is None else list(map(_whole, max_tokens))
+        limits = [_whole(number) for number in max_tokens or ()]
         held = [list(tokens) for tokens in all_tokens or [[]] * size]
         caches = list(caches or [None] * size)
         segments = [
@@ -251,7 +251,7 @@ class MTPBatchGenerator(BatchGenerator):  # type: ignore[misc]
         for num in num_draft_tokens or ():
             checked_number(num)
         uids: list[int] = super().insert_segments(
-            segments, limits, caches, held, *args, **options
+            segments, limits or None, caches, held, *args, **options
         )
         # What was queued has the sampler and the processors that mlx-lm chose.
         queued = list(self._unprocessed_sequences)[-size:]

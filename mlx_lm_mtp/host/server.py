@@ -104,7 +104,9 @@ def _wrap_tokenize(original: Any) -> Any:
         except Exception as e:
             line = " ".join(str(e).split()) or type(e).__name__
             raise MTPError(f"the request makes no prompt: {line}") from e
-        if not isinstance(found[0], list) or not all(map(_is_token, found[0])):
+        if not isinstance(found[0], list) or not all(
+            isinstance(token, int) for token in found[0]
+        ):
             raise MTPError("the request makes no prompt: it must be one text")
         _check(args, self.model_provider, tokenizer)
         unused = _why_not(self.model_provider, args)
@@ -113,10 +115,6 @@ def _wrap_tokenize(original: Any) -> Any:
         return found
 
     return _tokenize
-
-
-def _is_token(item: Any) -> bool:
-    return isinstance(item, int)
 
 
 def _check(args: Any, models: Any, tokenizer: Any) -> None:
