@@ -110,7 +110,7 @@ class Prompts(PromptProcessingBatch):  # type: ignore[misc]
     def _row(self, decoding: Decoding, i: int, last: list[int]) -> Row:
         tokens = self.tokens[i] + last
         wish = self.wishes.pop(self.uids[i])
-        wish.rule.extend(mx.array(tokens, mx.int32))
+        wish.rule.extend(tokens)
         return Row(
             self.uids[i],
             wish.rule,

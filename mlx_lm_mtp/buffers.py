@@ -7,7 +7,7 @@ behind lies past the end, out of every query's sight.
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 import mlx.core as mx
 
@@ -81,6 +81,8 @@ class Buffers:
         spans: What the host knows of that.
         bases: For each row the position of the first slot in layers with a window; 0
             elsewhere.
+        end: Where the rows end while a write is built, an ``int`` if the host knows:
+            mlx-lm makes an array of it in every layer, and of an array a copy.
     """
 
     windows: tuple[Optional[int], ...]
@@ -89,9 +91,10 @@ class Buffers:
     offset: mx.array
     spans: list[Span]
     bases: tuple[int, ...]
+    end: Union[mx.array, int] = field(default=0, init=False)
     _writes: dict[Any, Write] = field(default_factory=dict, init=False)
 
-    @property
+    @cached_property
     def layers(self) -> list["Layer"]:
         """What the target's forward calls, one per layer."""
         return [Layer(self, i) for i in range(len(self.windows))]
@@ -107,11 +110,14 @@ class Buffers:
     def _base(self) -> mx.array:
         return mx.array(self.bases, mx.int32).reshape(-1, 1, 1, 1)
 
-    def write(self, i: int, size: int) -> Write:
-        """A write of ``size`` tokens to a layer; made once for all of its window.
+    def begin(self) -> None:
+        """Start a write, for which there is room."""
+        self._writes.clear()
+        exact = self.exact
+        self.end = self.offset if exact is None else exact
 
-        ``Live.reserve`` makes new buffers before each write, so none is found twice.
-        """
+    def write(self, i: int, size: int) -> Write:
+        """A write of ``size`` tokens to a layer; made once for all of its window."""
         key = self.windows[i], size
         if key not in self._writes:
             slots = None
@@ -177,9 +183,9 @@ class Layer:
     i: int
 
     @property
-    def offset(self) -> mx.array:
-        """Where the rows end [B]."""
-        return self.buffers.offset
+    def offset(self) -> Union[mx.array, int]:
+        """Where the rows end."""
+        return self.buffers.end
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
@@ -202,7 +208,7 @@ class Layer:
         write = self.buffers.write(self.i, size)
         if write.slots is None:
             return None
-        last = self.offset[:, None] + mx.arange(size)
+        last = self.buffers.offset[:, None] + mx.arange(size)
         return self.buffers.seen(self.i, last, write.span)
 
 

@@ -1,9 +1,7 @@
 """Times rounds as their caller lives through them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from time import perf_counter, thread_time
-from typing import Optional
+from typing import Any, Optional
 
 
 class Clock:
@@ -12,7 +10,8 @@ class Clock:
     MLX holds a launch back until most of what was launched before is done, so the time
     between the ends of two launches is that of the round which the second one began,
     be the device or the host the slower. When a round lands tells less: by then the
-    next one was launched, whatever its size.
+    next one was launched, whatever its size. ``with clock`` stands around what waits
+    for the device.
     """
 
     def __init__(self) -> None:
@@ -27,12 +26,11 @@ class Clock:
         """The caller came back for more."""
         self._away += perf_counter() - self._left
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around what waits for the device."""
-        wall, busy = perf_counter(), thread_time()
-        yield
-        self._waited += perf_counter() - wall - (thread_time() - busy)
+    def __enter__(self) -> None:
+        self._waited -= perf_counter() - thread_time()
+
+    def __exit__(self, *_: Any) -> None:
+        self._waited += perf_counter() - thread_time()
 
     def launched(self) -> Optional[float]:
         """Seconds since the last launch; None if the caller took most of them."""

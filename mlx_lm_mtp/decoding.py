@@ -139,6 +139,7 @@ class Decoding:
         crew, live = self.crew, self.live
         numbers = self._numbers()
         parts, num = Parts(self.rows, numbers), max(numbers)
+        live.settle()
         draft = Draft.none(len(self.rows))
         for part in parts.parts:
             part.rule.begin(num)
@@ -150,7 +151,7 @@ class Decoding:
         flight = Flight(list(self.rows), parts, trials, hidden, numbers)
         verdict = flight.verdict
         live.wrote(1 + num, verdict.accepted if verdict else None)
-        with self._clock.waiting():
+        with self._clock:
             launch(live, flight.drawn(), flight.pending())
         seconds = self._clock.launched()
         flight.seconds = None if crew.disturbed else seconds
@@ -159,7 +160,7 @@ class Decoding:
 
     def _land(self, landing: list[Flight]) -> dict[Row, Decision]:
         """Read what became of the rounds, and learn from it."""
-        with self._clock.waiting():
+        with self._clock:
             mx.eval([a for flight in landing for a in flight.pending()])
         found: dict[Row, Decision] = {}
         for flight in landing:
@@ -168,7 +169,6 @@ class Decoding:
             for row, decision in decisions.items():
                 _take(row, decision, drafted[row], flight.reads_prompt)
             found.update(decisions)
-        self.live.settle()
         for flight in landing:
             if flight.seconds is not None:
                 self._learn(flight, found, flight.seconds)
@@ -205,7 +205,7 @@ class Decoding:
 def _take(row: Row, decision: Decision, drafted: int, prompt: bool) -> None:
     """Move a row on by what its round decided."""
     tokens, accepted = decision.tokens, decision.accepted
-    row.rule.extend(mx.array(tokens, mx.int32))
+    row.rule.extend(tokens)
     # After an error the row leaves; until then any token does.
     row.seed = (tokens or [0])[-1], max(len(tokens) - 1, 0)
     if prompt:

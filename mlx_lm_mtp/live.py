@@ -9,6 +9,7 @@ were emitted.
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
+from math import inf
 from typing import Any, Optional
 
 import mlx.core as mx
@@ -96,8 +97,23 @@ class Live:
 
     def reserve(self, size: int) -> None:
         """Make room for a write of ``size`` tokens at the end of every row."""
+        bases = self.buffers.bases
+        end = self._needed((0,) * len(bases)) + size
+        full = self._needed(bases) + size > self._slots(windowed=True)
+        if full or end > self._slots(windowed=False):
+            self._move(size, end, full)
+        self.buffers.begin()
+
+    def _move(self, size: int, end: int, full: bool) -> None:
+        """Go to larger buffers, or drop what no window sees any more if those are full.
+
+        Args:
+            size: Tokens that come.
+            end: Slots that layers without a window need.
+            full: Whether layers with a window need more than they have.
+        """
         old, bases = self.buffers, self.buffers.bases
-        if self._needed(bases) + size > self._windowed_slots():
+        if full:
             widest = max((w for w in old.windows if w), default=0)
             bases = tuple(
                 max(span.kept - widest, base)
@@ -105,7 +121,6 @@ class Live:
             )
         drops = [new - base for new, base in zip(bases, old.bases, strict=True)]
         needed = self._needed(bases) + size
-        end = self._needed((0,) * len(bases)) + size
 
         def moved(entries: mx.array, w: Optional[int]) -> mx.array:
             if w:
@@ -124,10 +139,11 @@ class Live:
         rows = zip(self.spans, bases, strict=True)
         return max(span.most - base for span, base in rows)
 
-    def _windowed_slots(self) -> float:
-        """Slots of layers with a window, which are alike."""
+    def _slots(self, windowed: bool) -> float:
+        """Slots of the layers with a window, or of the others, which are alike."""
         held = zip(self.buffers.keys, self.buffers.windows, strict=True)
-        return min((keys.shape[2] for keys, w in held if w), default=float("inf"))
+        alike = (keys.shape[2] for keys, w in held if bool(w) == windowed)
+        return next(alike, inf)
 
     def wrote(self, size: int, accepted: Optional[mx.array]) -> None:
         """Count a write of a seed token and drafts in every row.
@@ -143,13 +159,13 @@ class Live:
             offset = self.buffers.offset + 1
             if size > 1:
                 offset = offset + accepted.astype(mx.int32)
-            self.buffers = replace(self.buffers, offset=offset)
+            self.buffers.offset = offset
 
     def settle(self) -> None:
-        """Take the ends of all rows from the host, if nothing is on its way."""
-        if not any(span.writes for span in self.spans):
-            known = mx.array([span.known for span in self.spans], mx.int32)
-            self.buffers = replace(self.buffers, offset=known)
+        """Take the ends of all rows from the host, if it knows them."""
+        if all(span.least == span.most for span in self.spans):
+            ends = [span.least for span in self.spans]
+            self.buffers.offset = mx.array(ends, mx.int32)
 
     def extract(self, place: int, tokens: int) -> list[Any]:
         """The first ``tokens`` tokens of a row, copied into mlx-lm's caches."""

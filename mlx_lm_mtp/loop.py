@@ -167,6 +167,7 @@ class Run:
 
     def _build(self, live: Live, seed: Seed, num: int) -> Round:
         """Draft ``num`` tokens and judge them; nothing of it is evaluated."""
+        live.settle()
         self.rule.begin(num)
         draft = Draft.none()
         if num:
@@ -181,21 +182,20 @@ class Run:
 
     def _launch(self, live: Live, built: Round) -> None:
         drawn = built.trial.draft.pending()
-        with self._clock.waiting():
+        with self._clock:
             launch(live, drawn, [*built.trial.pending(), built.hidden])
         built.seconds = self._clock.launched()
         self._flying = built
 
     def _land(self, live: Live, flying: Round, left: int) -> Decision:
         """Read what became of a round, and learn from it."""
-        with self._clock.waiting():
+        with self._clock:
             [decision] = self.rule.decide(flying.trial)
         accepted = decision.accepted
-        self.rule.extend(mx.array(decision.tokens))
+        self.rule.extend(decision.tokens)
         if flying.reads_prompt:
             return decision
         live.spans[0].landed(accepted)
-        live.settle()
         if self._flying is flying:
             self._flying = None
         tokens = min(len(decision.tokens), left)

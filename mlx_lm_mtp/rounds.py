@@ -56,10 +56,12 @@ class Draft:
     @classmethod
     def none(cls, rows: int = 1) -> "Draft":
         """The draft of a round without drafts."""
-        return cls(mx.zeros((rows, 0), mx.uint32))
+        return cls(mx.array([[]] * rows, mx.uint32))
 
     def after(self, seed: Seed) -> mx.array:
         """What a verify reads: the seed token and the drafts, [B, 1 + K]."""
+        if not self.size:
+            return seed.token[:, None]
         drafted = self.tokens.astype(seed.token.dtype)
         return mx.concatenate([seed.token[:, None], drafted], axis=1)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Optional, cast
+from typing import Optional, Union, cast
 
 import mlx.core as mx
 
@@ -54,9 +54,10 @@ class Rule:
         self.history = mx.array([], mx.int32)
         self._path = self.history
 
-    def extend(self, tokens: mx.array) -> None:
-        """Add prompt tokens or emitted tokens [n] to the history."""
-        self.history = self._after(self.history, tokens)
+    def extend(self, tokens: Union[mx.array, list[int]]) -> None:
+        """Add prompt tokens or emitted tokens [n] to the history, if one is kept."""
+        if self.processors:
+            self.history = self._after(self.history, mx.array(tokens))
 
     def seed(self, seed: int) -> None:
         """Draw what ``mx.random.seed`` with this seed would make it draw alone.
@@ -86,8 +87,11 @@ class Rule:
         assert trial.verdict is not None
         mx.eval(trial.pending())
         # Whole arrays: a slice would be computed, behind a round that may fly already.
-        accepted = numbers(trial.verdict.accepted)
         following = numbers(trial.verdict.token)
+        if not trial.draft.size:
+            rows = trial.logits if len(following) > 1 else [trial.logits.squeeze(0)]
+            return [Decision([t], row) for t, row in zip(following, rows, strict=True)]
+        accepted = numbers(trial.verdict.accepted)
         drafted = cast(list[list[int]], trial.draft.tokens.tolist())
         return [
             Decision([*drafted[i][:count], following[i]], trial.logits[i])
