@@ -7,7 +7,7 @@ behind lies past the end, out of every query's sight.
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Optional, Union
+from typing import NamedTuple, Optional, Union
 
 import mlx.core as mx
 
@@ -26,12 +26,13 @@ class View(NamedTuple):
 class Write(NamedTuple):
     """Where the next tokens go and which slots they may see, in layers of a window.
 
-    Without ``slots`` it is one token of a row whose end the host knows: it goes to the
+    Without a mask it is one token of a row whose end the host knows: it goes to the
     last slot of the span and sees all of it.
     """
 
     span: slice
-    slots: Optional[mx.array]  # [B, 1, L, 1]
+    slots: Union[mx.array, slice]  # [B, 1, L, 1]
+    mask: Optional[mx.array] = None  # [B, 1, L, slots of the span]
 
 
 @dataclass(eq=False)
@@ -44,6 +45,8 @@ class Span:
     Attributes:
         known: Tokens held once all that landed is counted.
         kept: What may still be asked for is at least this long.
+        least: The least tokens that may be held: each write has a seed token.
+        most: The most tokens that may be held.
         writes: Sizes of the writes that have not landed.
     """
 
@@ -51,19 +54,19 @@ class Span:
     kept: int
     writes: list[int] = field(default_factory=list)
 
-    @property
-    def least(self) -> int:
-        """The least tokens that may be held: each write has a seed token."""
-        return self.known + len(self.writes)
+    def __post_init__(self) -> None:
+        self.least = self.most = self.known
 
-    @property
-    def most(self) -> int:
-        """The most tokens that may be held."""
-        return self.known + sum(self.writes)
+    def wrote(self, size: int) -> None:
+        """Tell of a write."""
+        self.writes.append(size)
+        self.least += 1
+        self.most += size
 
     def landed(self, accepted: int) -> None:
         """Tell how many drafts of the earliest write stand."""
-        self.writes.pop(0)
+        self.most -= self.writes.pop(0) - 1 - accepted
+        self.least += accepted
         self.kept, self.known = self.known, self.known + 1 + accepted
 
 
@@ -77,55 +80,71 @@ class Buffers:
         windows: W of each layer, None where it sees everything.
         keys: For each layer [B, heads, slots, head size].
         values: Likewise.
-        offset: [B] int32, how many tokens a row holds.
+        ends: [B] int32, how many tokens a row holds, where only the device knows.
         spans: What the host knows of that.
         bases: For each row the position of the first slot in layers with a window; 0
             elsewhere.
-        end: Where the rows end while a write is built, an ``int`` if the host knows:
-            mlx-lm makes an array of it in every layer, and of an array a copy.
+        end: Where the rows ended when a write began, a number if there is one row and
+            the host knows: mlx-lm makes an array of it in every layer, and of an array
+            a copy.
+        writes: What a write does, for each window.
     """
 
     windows: tuple[Optional[int], ...]
     keys: list[mx.array]
     values: list[mx.array]
-    offset: mx.array
+    ends: mx.array
     spans: list[Span]
     bases: tuple[int, ...]
     end: Union[mx.array, int] = field(default=0, init=False)
-    _writes: dict[Any, Write] = field(default_factory=dict, init=False)
+    writes: dict[Optional[int], Write] = field(default_factory=dict, init=False)
 
     @cached_property
     def layers(self) -> list["Layer"]:
         """What the target's forward calls, one per layer."""
-        return [Layer(self, i) for i in range(len(self.windows))]
+        return [Layer(self, i, window) for i, window in enumerate(self.windows)]
+
+    @cached_property
+    def _firsts(self) -> dict[Optional[int], int]:
+        """The first layer of each window."""
+        return {window: self.windows.index(window) for window in set(self.windows)}
+
+    @property
+    def known(self) -> bool:
+        """Whether the host knows how many tokens each row holds."""
+        return all(span.least == span.most for span in self.spans)
 
     @property
     def exact(self) -> Optional[int]:
         """How many tokens the row holds, if there is but one and the host knows."""
-        if len(self.spans) > 1 or self.spans[0].least < self.spans[0].most:
-            return None
-        return self.spans[0].least
+        return self.spans[0].least if len(self.spans) == 1 and self.known else None
+
+    @property
+    def offset(self) -> mx.array:
+        """[B] int32, how many tokens a row holds."""
+        if self.known:
+            return mx.array([span.least for span in self.spans], mx.int32)
+        return self.ends
 
     @cached_property
     def _base(self) -> mx.array:
         return mx.array(self.bases, mx.int32).reshape(-1, 1, 1, 1)
 
-    def begin(self) -> None:
-        """Start a write, for which there is room."""
-        self._writes.clear()
+    def begin(self, size: int) -> None:
+        """Start a write of ``size`` tokens to each row, for which there is room."""
         exact = self.exact
         self.end = self.offset if exact is None else exact
+        self.writes = {w: self._write(i, size) for w, i in self._firsts.items()}
 
-    def write(self, i: int, size: int) -> Write:
-        """A write of ``size`` tokens to a layer; made once for all of its window."""
-        key = self.windows[i], size
-        if key not in self._writes:
-            slots = None
-            if size > 1 or self.exact is None:
-                slots = (self.offset[:, None] + mx.arange(size))[:, None, :, None]
-                slots = slots - self._base if self.windows[i] else slots
-            self._writes[key] = Write(self.span(i, size), slots)
-        return self._writes[key]
+    def _write(self, i: int, size: int) -> Write:
+        """A write to a layer, and to all others of its window."""
+        span = self.span(i, size)
+        if size == 1 and self.exact is not None:
+            return Write(span, slice(span.stop - 1, span.stop))
+        positions = self.offset[:, None] + mx.arange(size)
+        slots = positions[:, None, :, None]
+        slots = slots - self._base if self.windows[i] else slots
+        return Write(span, slots, self.seen(i, positions, span))
 
     def span(self, i: int, coming: int) -> slice:
         """The slots of a layer that the next tokens may see.
@@ -172,15 +191,16 @@ class Buffers:
         mask = None
         if self.exact is None:
             mask = self.seen(i, self.offset[:, None] - 1, span)
-        return View(self.keys[i][..., span, :], self.values[i][..., span, :], mask)
+        return View(self.keys[i][:, :, span], self.values[i][:, :, span], mask)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Layer:
     """One layer of ``Buffers``, as mlx-lm's layers use a cache."""
 
     buffers: Buffers
     i: int
+    window: Optional[int]
 
     @property
     def offset(self) -> Union[mx.array, int]:
@@ -192,24 +212,20 @@ class Layer:
     ) -> tuple[mx.array, mx.array]:
         """Append keys and values [B, heads, L, head size] where the rows end."""
         held, i = self.buffers, self.i
-        span, slots = held.write(i, keys.shape[2])
-        if slots is None:
-            held.keys[i][..., span.stop - 1 : span.stop, :] = keys
-            held.values[i][..., span.stop - 1 : span.stop, :] = values
+        span, slots, _ = held.writes[self.window]
+        if isinstance(slots, slice):
+            held.keys[i][:, :, slots] = keys
+            held.values[i][:, :, slots] = values
         else:
             held.keys[i] = mx.put_along_axis(held.keys[i], slots, keys, axis=2)
             held.values[i] = mx.put_along_axis(held.values[i], slots, values, axis=2)
-        return held.keys[i][..., span, :], held.values[i][..., span, :]
+        return held.keys[i][:, :, span], held.values[i][:, :, span]
 
     def make_mask(
         self, size: int, return_array: bool = False, window_size: Optional[int] = None
     ) -> Optional[mx.array]:
         """What each of the next ``size`` queries sees; None if all of what it gets."""
-        write = self.buffers.write(self.i, size)
-        if write.slots is None:
-            return None
-        last = self.buffers.offset[:, None] + mx.arange(size)
-        return self.buffers.seen(self.i, last, write.span)
+        return self.buffers.writes[self.window].mask
 
 
 def padded(entries: mx.array, slots: int = 0) -> mx.array:

@@ -139,7 +139,6 @@ class Decoding:
         crew, live = self.crew, self.live
         numbers = self._numbers()
         parts, num = Parts(self.rows, numbers), max(numbers)
-        live.settle()
         draft = Draft.none(len(self.rows))
         for part in parts.parts:
             part.rule.begin(num)

@@ -58,6 +58,7 @@ def draft_step(target: Target, drafter: Any, live: Live, shift: int) -> Step:
     views = {kind: held.view(i) for kind, i in target.lenders().items()}
     shared_kv = {kind: (view.keys, view.values) for kind, view in views.items()}
     masks = {kind: view.mask for kind, view in views.items()}
+    position = held.offset + shift
 
     def step(token: mx.array, hidden: mx.array) -> Any:
         inputs = mx.concatenate([target.embed(token[:, None]), hidden], axis=-1)
@@ -66,7 +67,7 @@ def draft_step(target: Target, drafter: Any, live: Live, shift: int) -> Step:
             assert held.exact is not None
             hidden, logits = drafter(inputs, shared_kv, held.exact + shift)
             return hidden, None, logits[:, -1]
-        hidden, h = drafter.step(inputs, shared_kv, held.offset + shift, masks)
+        hidden, h = drafter.step(inputs, shared_kv, position, masks)
         ids, logits = drafter.candidates(h)
         return hidden, None if ids is None else ids[:, -1], logits[:, -1]
 

@@ -102,7 +102,7 @@ class Live:
         full = self._needed(bases) + size > self._slots(windowed=True)
         if full or end > self._slots(windowed=False):
             self._move(size, end, full)
-        self.buffers.begin()
+        self.buffers.begin(size)
 
     def _move(self, size: int, end: int, full: bool) -> None:
         """Go to larger buffers, or drop what no window sees any more if those are full.
@@ -153,19 +153,13 @@ class Live:
             accepted: [B] how many drafts stand, which need not be evaluated; None if
                 only the host will know.
         """
+        held = self.buffers
+        if accepted is not None and size > 1:
+            held.ends = held.offset + 1 + accepted.astype(mx.int32)
+        elif not held.known:
+            held.ends = held.ends + 1
         for span in self.spans:
-            span.writes.append(size)
-        if accepted is not None:
-            offset = self.buffers.offset + 1
-            if size > 1:
-                offset = offset + accepted.astype(mx.int32)
-            self.buffers.offset = offset
-
-    def settle(self) -> None:
-        """Take the ends of all rows from the host, if it knows them."""
-        if all(span.least == span.most for span in self.spans):
-            ends = [span.least for span in self.spans]
-            self.buffers.offset = mx.array(ends, mx.int32)
+            span.wrote(size)
 
     def extract(self, place: int, tokens: int) -> list[Any]:
         """The first ``tokens`` tokens of a row, copied into mlx-lm's caches."""

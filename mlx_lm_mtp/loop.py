@@ -106,6 +106,7 @@ class Run:
         live = self.live = Live([self.caches])
         self.rule.begin(0)
         flying = Round(self.rule.judge(Draft.none(), logits), hidden, reads_prompt=True)
+        mx.async_eval(flying.trial.pending())
         left = max_tokens if max_tokens > 0 else ENDLESS
         while True:
             following = None
@@ -167,7 +168,6 @@ class Run:
 
     def _build(self, live: Live, seed: Seed, num: int) -> Round:
         """Draft ``num`` tokens and judge them; nothing of it is evaluated."""
-        live.settle()
         self.rule.begin(num)
         draft = Draft.none()
         if num:

@@ -10,8 +10,8 @@ law after a rejection, or the *bonus* after K acceptances.
 Shapes: B rows, K drafts, V vocabulary, C candidates, H hidden.
 """
 
-from dataclasses import dataclass
-from typing import Optional
+from functools import cache
+from typing import NamedTuple, Optional
 
 import mlx.core as mx
 
@@ -20,8 +20,7 @@ class MTPError(ValueError):
     """A mistake that the user can mend, told in one line."""
 
 
-@dataclass(frozen=True)
-class Seed:
+class Seed(NamedTuple):
     """What a round starts from."""
 
     token: mx.array  # [B] emitted, not yet in the target's cache
@@ -36,8 +35,7 @@ class Seed:
         return cls(token, hidden)
 
 
-@dataclass(frozen=True)
-class Draft:
+class Draft(NamedTuple):
     """Proposed tokens and the law each was drawn from.
 
     Without ``logprobs`` each token was certain (its law is one-hot). With ``ids`` the
@@ -54,6 +52,7 @@ class Draft:
         return self.tokens.shape[1]
 
     @classmethod
+    @cache
     def none(cls, rows: int = 1) -> "Draft":
         """The draft of a round without drafts."""
         return cls(mx.array([[]] * rows, mx.uint32))
@@ -61,7 +60,7 @@ class Draft:
     def after(self, seed: Seed) -> mx.array:
         """What a verify reads: the seed token and the drafts, [B, 1 + K]."""
         if not self.size:
-            return seed.token[:, None]
+            return mx.expand_dims(seed.token, 1)
         drafted = self.tokens.astype(seed.token.dtype)
         return mx.concatenate([seed.token[:, None], drafted], axis=1)
 
@@ -84,8 +83,7 @@ class Draft:
         return mx.put_along_axis(nothing, ids, known, axis=-1)
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What became of a draft."""
 
     accepted: mx.array  # [B] how many of the first drafts stand

@@ -1,8 +1,7 @@
 """How drafts are drawn and judged: what ``Compare`` and ``Residual`` share."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Optional, Union, cast
+from typing import NamedTuple, Optional, Union, cast
 
 import mlx.core as mx
 
@@ -11,8 +10,7 @@ from .propose import Drawn
 from .rounds import Draft, Verdict
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """A draft judged on the device, or what is needed to judge it on the host."""
 
     draft: Draft
@@ -27,8 +25,7 @@ class Trial:
         return [self.draft.tokens, *known, self.logits, *self.others]
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """A verdict on the host."""
 
     tokens: list[int]  # accepted drafts, then the recovered or bonus token
@@ -85,11 +82,10 @@ class Rule:
     def decide(self, trial: Trial) -> list[Decision]:
         """Bring the verdict of each row to the host: the round's one read."""
         assert trial.verdict is not None
-        mx.eval(trial.pending())
         # Whole arrays: a slice would be computed, behind a round that may fly already.
         following = numbers(trial.verdict.token)
         if not trial.draft.size:
-            rows = trial.logits if len(following) > 1 else [trial.logits.squeeze(0)]
+            rows = mx.split(trial.logits.squeeze(1), len(following))
             return [Decision([t], row) for t, row in zip(following, rows, strict=True)]
         accepted = numbers(trial.verdict.accepted)
         drafted = cast(list[list[int]], trial.draft.tokens.tolist())

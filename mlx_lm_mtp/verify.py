@@ -22,6 +22,7 @@ A row with fewer than K drafts is padded with drafts whose law is -inf throughou
 coin accepts them, and what precedes them is judged as if they were not there.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -36,7 +37,7 @@ FAINTEST = -4.0  # below all finite Gumbel noise of 32 random bits
 def match(drafts: mx.array, tokens: mx.array) -> Verdict:
     """Accept drafts [B, K] while they equal the target's tokens [B, K + 1]."""
     if not drafts.shape[1]:
-        return Verdict(_none(drafts), tokens[:, 0])
+        return Verdict(_none(drafts), tokens.squeeze(1))
     accepted = _leading(drafts == tokens[:, :-1].astype(drafts.dtype))
     return Verdict(accepted, _at(tokens, accepted))
 
@@ -142,7 +143,12 @@ def draw(logs: mx.array, gumbel: mx.array) -> mx.array:
 
 def _none(drafts: mx.array) -> mx.array:
     """No draft stands. Computing on arrays of no size kills MLX's CUDA backend."""
-    return mx.array([0] * drafts.shape[0], mx.int32)
+    return _zeros(drafts.shape[0])
+
+
+@cache
+def _zeros(rows: int) -> mx.array:
+    return mx.array([0] * rows, mx.int32)
 
 
 def _leading(passes: mx.array) -> mx.array:

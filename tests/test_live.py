@@ -90,7 +90,6 @@ class LiveMachine(RuleBasedStateMachine):
         for span, flying in zip(self.rows.spans, self.flying, strict=True):
             if flying:
                 span.landed(flying.pop(0))
-        self.rows.settle()
 
     @ROWS
     @rule(data=st.data())
@@ -150,7 +149,6 @@ def test_rows_of_different_speed_stay_in_few_slots():
         ):
             text += mine[: 1 + count]
             span.landed(count)
-        live.settle()
         view = live.buffers.view(0)
         for b, text in enumerate(texts):
             assert shown(view.keys[b, 0, :, 0], view.mask, b, 0) == text[-window:]

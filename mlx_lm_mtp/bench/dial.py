@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Generator
-from dataclasses import replace
 from typing import Any, Optional, cast
 
 import mlx.core as mx
@@ -68,7 +67,7 @@ class Dial:
         cards = mx.take(self._cards, (places[:, None] + mx.arange(num)) % DECK)
         accepted = mx.cumprod(cards, axis=1).sum(axis=1)
         self._places, self._passed = places + accepted, 0
-        return replace(trial, verdict=Verdict(accepted, trial.verdict.token))
+        return trial._replace(verdict=Verdict(accepted, trial.verdict.token))
 
 
 def dialled_step(
