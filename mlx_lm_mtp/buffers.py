@@ -5,6 +5,7 @@ many drafts of the last round stand; the host knows bounds. What a rejection lea
 behind lies past the end, out of every query's sight.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Optional, Union
@@ -130,6 +131,15 @@ class Buffers:
     def _base(self) -> mx.array:
         return mx.array(self.bases, mx.int32).reshape(-1, 1, 1, 1)
 
+    def fits(self, size: int) -> bool:
+        """Whether there is room for a write of ``size`` tokens to each row."""
+        ends = ((self._end(w) + size, self.keys[i]) for w, i in self._firsts.items())
+        return all(end <= keys.shape[2] for end, keys in ends)
+
+    def _end(self, window: Optional[int]) -> int:
+        """The slots that rows may take in layers of a window."""
+        return end_of(self.spans, self.bases if window else ())
+
     def begin(self, size: int) -> None:
         """Start a write of ``size`` tokens to each row, for which there is room."""
         exact = self.exact
@@ -155,11 +165,9 @@ class Buffers:
                 drafter, which sees what is there.
         """
         window = self.windows[i]
-        bases = self.bases if window else (0,) * len(self.bases)
-        rows = list(zip(self.spans, bases, strict=True))
-        end = max(span.most - base for span, base in rows) + coming
-        start = 0
+        start, end = 0, self._end(window) + coming
         if window:
+            rows = zip(self.spans, self.bases, strict=True)
             oldest = min(span.least - base for span, base in rows) - window
             start = max(oldest + min(coming, 1), 0)
         if self.exact is not None and coming < 2:
@@ -226,6 +234,13 @@ class Layer:
     ) -> Optional[mx.array]:
         """What each of the next ``size`` queries sees; None if all of what it gets."""
         return self.buffers.writes[self.window].mask
+
+
+def end_of(spans: Sequence[Span], bases: Sequence[int] = ()) -> int:
+    """The slots that rows may take, if their first slots are these positions or 0."""
+    if not bases:
+        return max(span.most for span in spans)
+    return max(span.most - base for span, base in zip(spans, bases, strict=True))
 
 
 def padded(entries: mx.array, slots: int = 0) -> mx.array:

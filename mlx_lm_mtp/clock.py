@@ -1,5 +1,6 @@
 """Times rounds as their caller lives through them."""
 
+from math import inf
 from time import perf_counter, thread_time
 from typing import Any, Optional
 
@@ -17,6 +18,7 @@ class Clock:
     def __init__(self) -> None:
         self._last: Optional[float] = None
         self._left = self._away = self._waited = 0.0
+        self._watched = False  # whether the caller was slow lately
 
     def leave(self) -> None:
         """The caller has the floor."""
@@ -27,15 +29,18 @@ class Clock:
         self._away += perf_counter() - self._left
 
     def __enter__(self) -> None:
-        self._waited -= perf_counter() - thread_time()
+        if self._watched:  # the thread's time is a system call
+            self._waited -= perf_counter() - thread_time()
 
     def __exit__(self, *_: Any) -> None:
-        self._waited += perf_counter() - thread_time()
+        if self._watched:
+            self._waited += perf_counter() - thread_time()
 
     def launched(self) -> Optional[float]:
         """Seconds since the last launch; None if the caller took most of them."""
         now = perf_counter()
-        since = None if self._last is None else now - self._last
-        slow = since is not None and self._away > since / 2 > 10 * self._waited
+        since = inf if self._last is None else now - self._last
+        self._watched = self._away > since / 2
+        slow = self._watched and since / 2 > 10 * self._waited
         self._last, self._away, self._waited = now, 0.0, 0.0
-        return None if slow else since
+        return None if slow or since == inf else since

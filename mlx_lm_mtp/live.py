@@ -9,13 +9,12 @@ were emitted.
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
-from math import inf
 from typing import Any, Optional
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from .buffers import ROOM, Buffers, Span, padded
+from .buffers import ROOM, Buffers, Span, end_of, padded
 from .cache import length, put, take, window
 
 
@@ -97,30 +96,19 @@ class Live:
 
     def reserve(self, size: int) -> None:
         """Make room for a write of ``size`` tokens at the end of every row."""
-        bases = self.buffers.bases
-        end = self._needed((0,) * len(bases)) + size
-        full = self._needed(bases) + size > self._slots(windowed=True)
-        if full or end > self._slots(windowed=False):
-            self._move(size, end, full)
+        if not self.buffers.fits(size):
+            self._make_room(size)
         self.buffers.begin(size)
 
-    def _move(self, size: int, end: int, full: bool) -> None:
-        """Go to larger buffers, or drop what no window sees any more if those are full.
-
-        Args:
-            size: Tokens that come.
-            end: Slots that layers without a window need.
-            full: Whether layers with a window need more than they have.
-        """
-        old, bases = self.buffers, self.buffers.bases
-        if full:
-            widest = max((w for w in old.windows if w), default=0)
-            bases = tuple(
-                max(span.kept - widest, base)
-                for span, base in zip(old.spans, bases, strict=True)
-            )
+    def _make_room(self, size: int) -> None:
+        """Drop what no window sees any more, and go to larger buffers if need be."""
+        old = self.buffers
+        widest = max((w for w in old.windows if w), default=0)
+        rows = list(zip(old.spans, old.bases, strict=True))
+        bases = tuple(max(span.kept - widest, base) for span, base in rows)
         drops = [new - base for new, base in zip(bases, old.bases, strict=True)]
-        needed = self._needed(bases) + size
+        needed = end_of(old.spans, bases) + size
+        end = end_of(old.spans) + size
 
         def moved(entries: mx.array, w: Optional[int]) -> mx.array:
             if w:
@@ -133,17 +121,6 @@ class Live:
             values=list(map(moved, old.values, old.windows)),
             bases=bases,
         )
-
-    def _needed(self, bases: Sequence[int]) -> int:
-        """Slots that hold every row, if their first slots are these positions."""
-        rows = zip(self.spans, bases, strict=True)
-        return max(span.most - base for span, base in rows)
-
-    def _slots(self, windowed: bool) -> float:
-        """Slots of the layers with a window, or of the others, which are alike."""
-        held = zip(self.buffers.keys, self.buffers.windows, strict=True)
-        alike = (keys.shape[2] for keys, w in held if bool(w) == windowed)
-        return next(alike, inf)
 
     def wrote(self, size: int, accepted: Optional[mx.array]) -> None:
         """Count a write of a seed token and drafts in every row.

@@ -35,13 +35,9 @@ class Round:
 
     trial: Trial
     hidden: mx.array  # [1, K + 1, H]
+    size: int = 0  # K
     reads_prompt: bool = False
     seconds: Optional[float] = None  # once it is launched, if that could be timed
-
-    @property
-    def size(self) -> int:
-        """K."""
-        return self.trial.draft.size
 
     def seed(self) -> Seed:
         """What the next round starts from, before the host knows it."""
@@ -178,7 +174,7 @@ class Run:
         hidden, logits = verify_forward(self.target, live, draft.after(seed))
         trial = self.rule.judge(draft, logits)
         live.wrote(1 + num, trial.verdict.accepted if trial.verdict else None)
-        return Round(trial, hidden)
+        return Round(trial, hidden, num)
 
     def _launch(self, live: Live, built: Round) -> None:
         drawn = built.trial.draft.pending()
@@ -198,19 +194,20 @@ class Run:
         live.spans[0].landed(accepted)
         if self._flying is flying:
             self._flying = None
-        tokens = min(len(decision.tokens), left)
-        self.stats.add(min(flying.size, left), min(accepted, left), tokens)
+        size, tokens = flying.size, min(len(decision.tokens), left)
+        self.stats.add(min(size, left), min(accepted, left), tokens)
         if flying.seconds is not None and tokens == len(decision.tokens):
-            self.depth.learn(flying.size, [accepted], flying.seconds)
+            self.depth.learn(size, [accepted], flying.seconds)
         return decision
 
     def _emit(self, decision: Decision, shown: list[int]) -> Iterator[Emission]:
-        for i, token in enumerate(shown):
+        accepted = decision.accepted
+        for i, (token, row) in enumerate(zip(shown, decision.logprobs, strict=False)):
             self.yielded.append(token)
             if len(self.yielded) % 256 == 0:
                 mx.clear_cache()
             self._clock.leave()
-            yield token, decision.logprobs[i], i < decision.accepted
+            yield token, row, i < accepted
             self._clock.back()
 
     def settle(self) -> None:

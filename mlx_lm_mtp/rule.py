@@ -85,7 +85,7 @@ class Rule:
         # Whole arrays: a slice would be computed, behind a round that may fly already.
         following = numbers(trial.verdict.token)
         if not trial.draft.size:
-            rows = mx.split(trial.logits.squeeze(1), len(following))
+            rows = trial.logits if len(following) > 1 else [trial.logits.squeeze(0)]
             return [Decision([t], row) for t, row in zip(following, rows, strict=True)]
         accepted = numbers(trial.verdict.accepted)
         drafted = cast(list[list[int]], trial.draft.tokens.tolist())
