@@ -25,6 +25,8 @@ PURSE = 0.0075  # of the time may go into depths that are not the best known
 FULL = 16.0  # plain steps that a new purse holds, and no purse more
 FIRST = 3  # the depth that is tried first
 STRETCH = 3  # rounds of a depth at least
+PAUSE = 16  # rounds without drafts that are chosen at once, at most
+CLEAR = 0.9  # of plain decoding's speed, below which others are out of the question
 DRAFT = 0.03  # of a plain round is what a draft costs at least
 LUCK = 0.8  # of the time to be expected is hoped for between depths that are known
 
@@ -73,16 +75,14 @@ class Adaptive:
         self.positions = [Position() for _ in range(MAX_DRAFTS)]
         self.costs = [Cost() for _ in range(MAX_DRAFTS + 1)]
         self._purse = 0.0  # seconds
+        self._rounds = 0  # that nothing has aged by yet
         self._tries: Counter[int] = Counter()  # rounds that fly, by depth
         self._stretch = Stretch()
         self._landed: Optional[int] = None  # depth of the latest round that landed
 
     def choose(self, limit: int) -> int:
         limit = max(min(limit, MAX_DRAFTS), 0)
-        for position in self.positions:
-            position.age += 1
-        for cost in self.costs:
-            cost.age += 1
+        self._rounds += 1
         stretch = self._stretch
         if stretch.left and stretch.drafts <= limit:
             stretch.left -= 1
@@ -93,20 +93,30 @@ class Adaptive:
 
     def _next(self, limit: int) -> "Stretch":
         """What to do for the next rounds."""
+        for position in self.positions:
+            position.age += self._rounds
+        for cost in self.costs:
+            cost.age += self._rounds
+        self._rounds = 0
         if not self.costs[0].sure:
             return Stretch()
         rates = self._rates(limit)
         best = best_depth(rates)
-        tried = self._worth_trying(limit, best, rates)
-        chosen = best if tried is None else tried
-        same = chosen == self._stretch.drafts
-        left = 0 if same else STRETCH - 1
-        return Stretch(chosen, left, tried is not None)
+        tried, price = self._worth_trying(limit, best, rates)
+        missing = price - self._purse
+        chosen = tried if missing < 0 else best
+        rounds = 1 if chosen == self._stretch.drafts else STRETCH
+        others = [rate for drafts, rate in rates.items() if drafts]
+        if not chosen and max(others, default=inf) < CLEAR * rates[0]:
+            # Until the purse can pay for a try, nothing will be learnt.
+            earned = PURSE * self._usual(0)
+            rounds = max(rounds, int(min(missing / earned, PAUSE)))
+        return Stretch(chosen, rounds - 1, tries=chosen != best)
 
     def _worth_trying(
         self, limit: int, best: int, rates: Mapping[int, float]
-    ) -> Optional[int]:
-        """A depth that may be better than the best known, and that can be paid."""
+    ) -> tuple[int, float]:
+        """A depth that may be better than the best known, and its price in seconds."""
         seconds = self._hoped_costs(limit)
         tokens = expected_tokens([position.hope() for position in self.positions])
         hopes = [tokens[k] / cost for k, cost in enumerate(seconds)]
@@ -114,12 +124,11 @@ class Adaptive:
         if not any(cost.seconds for cost in self.costs[1:]):
             tried = min(FIRST, limit)
         if tried == best or hopes[tried] <= rates[best]:
-            return None
+            return best, 0.0
         # An old time may be far too dear: what to expect is between it and the hope.
         cost = (self._expected_cost(tried) + seconds[tried]) / 2
         earned = expected_tokens(self.acceptance)[tried] / rates[best]
-        price = STRETCH * (cost - earned)
-        return tried if price < self._purse else None
+        return tried, STRETCH * (cost - earned)
 
     def learn(self, drafts: int, accepted: Sequence[int], seconds: float) -> None:
         if drafts > MAX_DRAFTS or not 0 < seconds < inf or not accepted:
