@@ -10,7 +10,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from ..depth import Adaptive, Pinned
+from ..depth import MAX_DRAFTS, Adaptive, Pinned
 from ..generate import mtp_generate_step
 from ..machine import room
 from ..measure import Prefilled, prefill
@@ -23,7 +23,7 @@ from .text import Generation, Text
 TOP_P, TOP_K = 0.95, 64  # Gemma's own
 WARM_UP = 12  # tokens
 SLICE = 16  # tokens that a method generates before the next has its turn
-SETTLE = 400  # tokens in which the depth that adapts has tried the others
+SETTLE = 240  # rounds in which the depth that adapts has tried the others
 
 
 @dataclass
@@ -117,14 +117,13 @@ class Bench:
         shapes = cell.context, cell.temp
         pair = None if cell.acceptance is None else cell
         for method in self.methods:
-            size = 0 if shapes in warmed else WARM_UP
+            size, rounds = 0 if shapes in warmed else WARM_UP, WARM_UP
             if method.name == ADAPTIVE and pair not in warmed:
-                size = SETTLE
-            steps = self._steps(
-                cell, read.last, read.copies(), method, size, MTPStats()
-            )
+                size, rounds = SETTLE * (MAX_DRAFTS + 1), SETTLE
+            stats = MTPStats()
+            steps = self._steps(cell, read.last, read.copies(), method, size, stats)
             for _ in steps if size else ():
-                if time.perf_counter() > self.deadline:
+                if stats.rounds >= rounds or time.perf_counter() > self.deadline:
                     break
             steps.close()
         warmed |= {shapes, pair}
