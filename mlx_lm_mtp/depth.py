@@ -4,13 +4,14 @@ The best depth K earns the most tokens per second: 1 + r1 + r1 r2 + ... + r1..rK
 expected tokens for the measured wall time of a round with K drafts. Nothing is assumed
 about the times: on some backends a wide verify is cheaper than a narrower one, so every
 depth is tried that could pay. Trying costs something, and is paid from a purse: a
-little of the time, and what lucky tries earn. Depth 0 is plain decoding.
+little of the time, and what lucky tries earn. So does every change of depth, on some
+backends as much as a round. Depth 0 is plain decoding.
 
 Only past rounds decide, so the law of the text is kept; see docs/lossless.md.
 """
 
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,13 +19,14 @@ from math import inf
 from operator import mul
 from typing import Any, Optional, Protocol
 
-from .estimate import UNKNOWN, Cost, Position
+from .estimate import SAMPLES, UNKNOWN, Cost, Position
 
 MAX_DRAFTS = 8
 PURSE = 0.0075  # of the time may go into depths that are not the best known
 FULL = 16.0  # plain steps that a new purse holds, and no purse more
 FIRST = 3  # the depth that is tried first
 STRETCH = 3  # rounds of a depth at least
+DWELL = 25  # rounds in which a better depth has to earn what the change costs
 PAUSE = 16  # rounds without drafts that are chosen at once, at most
 CLEAR = 0.9  # of plain decoding's speed, below which others are out of the question
 DRAFT = 0.03  # of a plain round is what a draft costs at least
@@ -79,6 +81,8 @@ class Adaptive:
         self._tries: Counter[int] = Counter()  # rounds that fly, by depth
         self._stretch = Stretch()
         self._landed: Optional[int] = None  # depth of the latest round that landed
+        self._best = 0  # depth to stay at while another is hardly better
+        self._lost: deque[float] = deque([0.0], maxlen=SAMPLES)  # seconds, by changes
 
     def choose(self, limit: int) -> int:
         limit = max(min(limit, MAX_DRAFTS), 0)
@@ -101,7 +105,7 @@ class Adaptive:
         if not self.costs[0].sure:
             return Stretch()
         rates = self._rates(limit)
-        best = best_depth(rates)
+        best = self._settled(rates)
         tried, price = self._worth_trying(limit, best, rates)
         missing = price - self._purse
         chosen = tried if missing < 0 else best
@@ -112,6 +116,21 @@ class Adaptive:
             earned = PURSE * self._usual(0)
             rounds = max(rounds, int(min(missing / earned, PAUSE)))
         return Stretch(chosen, rounds - 1, tries=chosen != best)
+
+    def _settled(self, rates: Mapping[int, float]) -> int:
+        """The best depth known, if a change to it earns what it costs."""
+        best = best_depth(rates)
+        if self._best not in rates:
+            return best
+        pays = 1 + self._change / (DWELL * self._usual(self._best))
+        if rates[best] > pays * rates[self._best]:
+            self._best = best
+        return self._best
+
+    @property
+    def _change(self) -> float:
+        """Seconds that a change of depth costs, in three of four cases at least."""
+        return max(sorted(self._lost)[len(self._lost) // 4], 0.0)
 
     def _worth_trying(
         self, limit: int, best: int, rates: Mapping[int, float]
@@ -128,16 +147,20 @@ class Adaptive:
         # An old time may be far too dear: what to expect is between it and the hope.
         cost = (self._expected_cost(tried) + seconds[tried]) / 2
         earned = expected_tokens(self.acceptance)[tried] / rates[best]
-        return tried, STRETCH * (cost - earned)
+        return tried, STRETCH * (cost - earned) + 2 * self._change
 
     def learn(self, drafts: int, accepted: Sequence[int], seconds: float) -> None:
         if drafts > MAX_DRAFTS or not 0 < seconds < inf or not accepted:
             return
         # A machine needs a round to settle after another depth.
-        if self._landed == drafts:
+        changed = self._landed != drafts
+        if not changed:
             self.costs[drafts].add(seconds)
+        elif self.costs[drafts].sure:
+            usual = self._usual(drafts)
+            self._lost.append(min(seconds - usual, usual))
         self._landed = drafts
-        self._pay(drafts, sum(accepted) / len(accepted))
+        self._pay(drafts, sum(accepted) / len(accepted), changed)
         for stood in accepted:
             for i in range(min(stood + 1, drafts)):
                 self.positions[i].add(i < stood)
@@ -204,12 +227,13 @@ class Adaptive:
                 found.append(least)
         return found
 
-    def _pay(self, drafts: int, accepted: float) -> None:
+    def _pay(self, drafts: int, accepted: float, changed: bool) -> None:
         """Earn a share of a round's time, and book what a try cost or won.
 
         A try is booked against what the best known depth would have earned, by its
         usual time, or the one to be expected: what once compiled kernels says nothing
-        of the depth. A round that is shallow because its text ends is no try.
+        of the depth. It costs a change there and one back. A round that is shallow
+        because its text ends is no try.
         """
         plain, cost = self.costs[0], self.costs[drafts]
         if not plain.sure:
@@ -220,6 +244,7 @@ class Adaptive:
             self._tries[drafts] -= 1
             usual = self._expected_cost(drafts)
             change += (1 + accepted) / max(self._rates().values()) - usual
+            change -= 2 * self._change if changed else 0.0
         self._purse = min(self._purse + change, FULL * self._usual(0))
 
 

@@ -152,6 +152,12 @@ def share_of_the_best(curve, acceptance, **machine):
 
 
 @pytest.mark.parametrize("curve", CURVES)
+def test_few_changes_are_made_where_one_costs_a_round(curve):
+    shares = [share_of_the_best(curve, a, change=1.0) for a in (0.6, 0.9)]
+    assert sum(shares) / len(shares) >= 0.96
+
+
+@pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("acceptance", [0.0, 0.6, 0.9])
 def test_a_machine_that_others_use_too_is_used_well(curve, acceptance):
     assert share_of_the_best(curve, acceptance, slow=1.8) >= 0.9
