@@ -106,9 +106,12 @@ class Buffers:
         return [Layer(self, i, window) for i, window in enumerate(self.windows)]
 
     @cached_property
-    def _firsts(self) -> dict[Optional[int], int]:
-        """The first layer of each window."""
-        return {window: self.windows.index(window) for window in set(self.windows)}
+    def _slots(self) -> dict[Optional[int], int]:
+        """The slots that every layer of a window has."""
+        slots: dict[Optional[int], int] = {}
+        for window, keys in zip(self.windows, self.keys, strict=True):
+            slots[window] = min(keys.shape[2], slots.get(window, keys.shape[2]))
+        return slots
 
     @property
     def known(self) -> bool:
@@ -133,8 +136,7 @@ class Buffers:
 
     def fits(self, size: int) -> bool:
         """Whether there is room for a write of ``size`` tokens to each row."""
-        ends = ((self._end(w) + size, self.keys[i]) for w, i in self._firsts.items())
-        return all(end <= keys.shape[2] for end, keys in ends)
+        return all(self._end(w) + size <= slots for w, slots in self._slots.items())
 
     def _end(self, window: Optional[int]) -> int:
         """The slots that rows may take in layers of a window."""
@@ -144,27 +146,26 @@ class Buffers:
         """Start a write of ``size`` tokens to each row, for which there is room."""
         exact = self.exact
         self.end = self.offset if exact is None else exact
-        self.writes = {w: self._write(i, size) for w, i in self._firsts.items()}
+        self.writes = {window: self._write(window, size) for window in self._slots}
 
-    def _write(self, i: int, size: int) -> Write:
-        """A write to a layer, and to all others of its window."""
-        span = self.span(i, size)
+    def _write(self, window: Optional[int], size: int) -> Write:
+        """A write to all layers of a window."""
+        span = self.span(window, size)
         if size == 1 and self.exact is not None:
             return Write(span, slice(span.stop - 1, span.stop))
         positions = self.offset[:, None] + mx.arange(size)
         slots = positions[:, None, :, None]
-        slots = slots - self._base if self.windows[i] else slots
-        return Write(span, slots, self.seen(i, positions, span))
+        slots = slots - self._base if window else slots
+        return Write(span, slots, self.seen(window, positions, span))
 
-    def span(self, i: int, coming: int) -> slice:
+    def span(self, window: Optional[int], coming: int) -> slice:
         """The slots of a layer that the next tokens may see.
 
         Args:
-            i: The layer.
+            window: The layer's.
             coming: How many tokens come, each of which also sees itself; 0 for a
                 drafter, which sees what is there.
         """
-        window = self.windows[i]
         start, end = 0, self._end(window) + coming
         if window:
             rows = zip(self.spans, self.bases, strict=True)
@@ -172,14 +173,14 @@ class Buffers:
             start = max(oldest + min(coming, 1), 0)
         if self.exact is not None and coming < 2:
             return slice(start, end)
-        room = self.keys[i].shape[2]
-        return slice(start // GRAIN * GRAIN, min(-(-end // GRAIN) * GRAIN, room))
+        slots = self._slots[window]
+        return slice(start // GRAIN * GRAIN, min(-(-end // GRAIN) * GRAIN, slots))
 
-    def seen(self, i: int, last: mx.array, span: slice) -> mx.array:
+    def seen(self, window: Optional[int], last: mx.array, span: slice) -> mx.array:
         """Which slots of a span hold the newest tokens up to a position.
 
         Args:
-            i: The layer.
+            window: The layer's.
             last: Positions [B, L].
             span: Slots.
 
@@ -187,7 +188,7 @@ class Buffers:
             Mask [B, 1, L, slots].
         """
         last = last[:, None, :, None]
-        window, slots = self.windows[i], mx.arange(span.start, span.stop)
+        slots = mx.arange(span.start, span.stop)
         if window is None:
             return slots <= last
         positions = slots + self._base
@@ -195,10 +196,10 @@ class Buffers:
 
     def view(self, i: int) -> View:
         """What a drafter sees of a layer: the newest W entries that hold a token."""
-        span = self.span(i, 0)
-        mask = None
+        window, mask = self.windows[i], None
+        span = self.span(window, 0)
         if self.exact is None:
-            mask = self.seen(i, self.offset[:, None] - 1, span)
+            mask = self.seen(window, self.offset[:, None] - 1, span)
         return View(self.keys[i][:, :, span], self.values[i][:, :, span], mask)
 
 

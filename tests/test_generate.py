@@ -250,6 +250,23 @@ def test_a_conversation_continues_in_either_way(door, first, second, num):
     assert mtp(model, drafter, more, max_tokens=second, **options) == three
 
 
+@pytest.mark.parametrize("roomy", [0, -1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_may_have_different_room(kind, roomy):
+    """Where the first or the last has more slots than the others."""
+    model, prompt = TARGETS[kind], [n % VOCAB for n in range(3, 243)]
+    caches = make_prompt_cache(model)
+    model(mx.array([prompt[:-1]]), cache=caches)
+    cache = [c for c in caches if isinstance(c, KVCache)][roomy]
+    more = mx.zeros((*cache.keys.shape[:2], 600, cache.keys.shape[3]))
+    cache.keys = mx.concatenate([cache.keys, more], axis=2)
+    cache.values = mx.concatenate([cache.values, more], axis=2)
+    wanted, drafter = scripted(kind, prompt, [0, 1, 2, 3] * 6, 60, Lean)
+    options = {"num_draft_tokens": 3, "max_tokens": 60, "prompt_cache": caches}
+    assert mtp(model, drafter, prompt[-1:], **options) == wanted
+    assert_cold(model, caches, prompt + wanted)
+
+
 def test_caches_travel_through_files(pair, prompts, tmp_path):
     """cache_prompt then MTP, MTP then plain, as mlx-lm saves and loads them."""
     file = str(tmp_path / "cache.safetensors")
