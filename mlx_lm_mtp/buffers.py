@@ -100,9 +100,10 @@ class Buffers:
     end: Union[mx.array, int] = field(default=0, init=False)
     writes: dict[Optional[int], Write] = field(default_factory=dict, init=False)
 
-    @cached_property
+    @property
     def layers(self) -> list["Layer"]:
         """What the target's forward calls, one per layer."""
+        # Not kept, as each refers to these buffers: they would stay until a full gc.
         return [Layer(self, i, window) for i, window in enumerate(self.windows)]
 
     @cached_property

@@ -110,12 +110,16 @@ class Adaptive:
         missing = price - self._purse
         chosen = tried if missing < 0 else best
         rounds = 1 if chosen == self._stretch.drafts else STRETCH
-        others = [rate for drafts, rate in rates.items() if drafts]
-        if not chosen and max(others, default=inf) < CLEAR * rates[0]:
+        if not chosen and self._hopeless():
             # Until the purse can pay for a try, nothing will be learnt.
             earned = PURSE * self._usual(0)
             rounds = max(rounds, int(min(missing / earned, PAUSE)))
         return Stretch(chosen, rounds - 1, tries=chosen != best)
+
+    def _hopeless(self) -> bool:
+        """Whether no depth comes near plain decoding, be it too deep for now or not."""
+        plain, *others = self._rates().values()
+        return max(others, default=inf) < CLEAR * plain
 
     def _settled(self, rates: Mapping[int, float]) -> int:
         """The best depth known, if a change to it earns what it costs."""

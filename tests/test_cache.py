@@ -1,5 +1,7 @@
 """The K/V of rounds beside a Python list: what a query sees is the list's tail."""
 
+import gc
+
 import mlx.core as mx
 import pytest
 from hypothesis import strategies as st
@@ -18,9 +20,10 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
     save_prompt_cache,
 )
-from tiny import make_target, poison
+from tiny import VOCAB, Lean, make_target, plain, poison
 
-from mlx_lm_mtp import MTPError
+from mlx_lm_mtp import MTPError, mtp_generate_step
+from mlx_lm_mtp.buffers import Buffers
 from mlx_lm_mtp.cache import check, length
 from mlx_lm_mtp.live import Live
 
@@ -154,6 +157,28 @@ def test_buffers_do_not_grow_with_a_window():
         mx.eval(live.buffers.keys)
         sizes.add(live.buffers.keys[0].shape[2])
     assert sizes == {256}
+
+
+def test_what_is_left_is_freed_at_once():
+    """Old buffers do not wait for the garbage collector, which seldom comes."""
+
+    def held():
+        return sum(isinstance(found, Buffers) for found in gc.get_objects())
+
+    model, prompt = make_target(), [n % VOCAB for n in range(240)]
+    gc.collect()
+    gc.disable()
+    try:
+        before = held()
+        drafter = Lean(prompt + plain(model, prompt, 60), [0, 2, 1])
+        steps = mtp_generate_step(
+            mx.array(prompt), model, drafter, max_tokens=60, num_draft_tokens=2
+        )
+        for _ in steps:  # past the end of the first buffers
+            assert held() <= before + 1
+        assert held() == before
+    finally:
+        gc.enable()
 
 
 def test_foreign_caches_are_refused():

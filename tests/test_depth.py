@@ -170,6 +170,17 @@ def test_a_pace_that_wanders_does_not_mislead(curve, acceptance):
     assert share_of_the_best(curve, acceptance, wander=0.02) >= 0.93
 
 
+def test_the_end_of_a_text_says_nothing_of_the_next():
+    """Where only few drafts fit, and few do not pay."""
+    costs, runs = [1, 3, 1.3, 1.3, 1.35, 1.4, 1.45, 1.5, 1.6], range(4)
+
+    def rate(controller):
+        return sum(simulate(controller(), costs, [0.8], 8000, s, text=12) for s in runs)
+
+    best = max(rate(lambda k=k: depth.Pinned(k)) for k in range(9))
+    assert rate(depth.Adaptive) >= 0.88 * best
+
+
 def test_it_recovers_from_both_sides():
     """From text that cannot be drafted to text that can, and back."""
     costs = costs_of("M4 Pro, 4-bit")
