@@ -16,7 +16,7 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        self._last: Optional[float] = None
+        self._last = -inf
         self._left = self._away = self._waited = 0.0
         self._watched = False  # whether the caller was slow lately
 
@@ -39,7 +39,7 @@ class Clock:
     def launched(self) -> Optional[float]:
         """Seconds since the last launch; None if the caller took most of them."""
         now = perf_counter()
-        since = inf if self._last is None else now - self._last
+        since = now - self._last
         self._watched = self._away > since / 2
         slow = self._watched and since / 2 > 10 * self._waited
         self._last, self._away, self._waited = now, 0.0, 0.0

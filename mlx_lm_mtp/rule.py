@@ -85,8 +85,8 @@ class Rule:
         # Whole arrays: a slice would be computed, behind a round that may fly already.
         following = numbers(trial.verdict.token)
         if not trial.draft.size:
-            rows = trial.logits if len(following) > 1 else [trial.logits.squeeze(0)]
-            return [Decision([t], row) for t, row in zip(following, rows, strict=True)]
+            rows = zip(following, trial.logits, strict=True)
+            return [Decision([token], row) for token, row in rows]
         accepted = numbers(trial.verdict.accepted)
         drafted = cast(list[list[int]], trial.draft.tokens.tolist())
         return [
