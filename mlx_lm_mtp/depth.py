@@ -19,7 +19,7 @@ from math import inf
 from operator import mul
 from typing import Any, Optional, Protocol
 
-from .estimate import SAMPLES, UNKNOWN, Cost, Position
+from .estimate import UNKNOWN, Cost, Pace, Position
 
 MAX_DRAFTS = 8
 PURSE = 0.0075  # of the time may go into depths that are not the best known
@@ -29,6 +29,7 @@ STRETCH = 3  # rounds of a depth at least
 DWELL = 25  # rounds in which a better depth has to earn what the change costs
 PAUSE = 16  # rounds without drafts that are chosen at once, at most
 CLEAR = 0.9  # of plain decoding's speed, below which others are out of the question
+LOSSES = 9  # of changes that are remembered
 DRAFT = 0.03  # of a plain round is what a draft costs at least
 LUCK = 0.8  # of the time to be expected is hoped for between depths that are known
 
@@ -75,6 +76,7 @@ class Adaptive:
 
     def __init__(self) -> None:
         self.positions = [Position() for _ in range(MAX_DRAFTS)]
+        self.pace = Pace()
         self.costs = [Cost() for _ in range(MAX_DRAFTS + 1)]
         self._purse = 0.0  # seconds
         self._rounds = 0  # that nothing has aged by yet
@@ -82,7 +84,7 @@ class Adaptive:
         self._stretch = Stretch()
         self._landed: Optional[int] = None  # depth of the latest round that landed
         self._best = 0  # depth to stay at while another is hardly better
-        self._lost: deque[float] = deque([0.0], maxlen=SAMPLES)  # seconds, by changes
+        self._lost: deque[float] = deque([0.0], maxlen=LOSSES)  # seconds, by changes
 
     def choose(self, limit: int) -> int:
         limit = max(min(limit, MAX_DRAFTS), 0)
@@ -144,7 +146,7 @@ class Adaptive:
         tokens = expected_tokens([position.hope() for position in self.positions])
         hopes = [tokens[k] / cost for k, cost in enumerate(seconds)]
         tried = max(range(limit + 1), key=hopes.__getitem__)
-        if not any(cost.seconds for cost in self.costs[1:]):
+        if not any(cost.seen for cost in self.costs[1:]):
             tried = min(FIRST, limit)
         if tried == best or hopes[tried] <= rates[best]:
             return best, 0.0
@@ -158,11 +160,12 @@ class Adaptive:
             return
         # A machine needs a round to settle after another depth.
         changed = self._landed != drafts
+        self.pace.wait()
         if not changed:
-            self.costs[drafts].add(seconds)
+            self.costs[drafts].add(seconds, self.pace)
         elif self.costs[drafts].sure:
             usual = self._usual(drafts)
-            self._lost.append(min(seconds - usual, usual))
+            self._lost.append(min(self.pace.usual(seconds) - usual, usual))
         self._landed = drafts
         self._pay(drafts, sum(accepted) / len(accepted), changed)
         for stood in accepted:
@@ -176,7 +179,7 @@ class Adaptive:
     def _rates(self, limit: int = MAX_DRAFTS) -> dict[int, float]:
         """Expected tokens per second at the depths that have been measured."""
         tokens = expected_tokens(self.acceptance)
-        known = [k for k in range(limit + 1) if self.costs[k].seconds]
+        known = [k for k in range(limit + 1) if self.costs[k].seen]
         return {k: tokens[k] / self._usual(k) for k in known}
 
     @property

@@ -294,7 +294,7 @@ def test_what_is_learnt_outlives_a_generation_but_not_the_pair():
     assert [token for token, _, _ in steps] == wanted
     learnt = depth.learnt(model, drafter)
     assert learnt is depth.learnt(model, drafter)
-    assert sum(len(cost.seconds) for cost in learnt.costs) > 0 and stats.drafted
+    assert sum(cost.seen for cost in learnt.costs) > 0 and stats.drafted
     key, known = (id(model), id(drafter)), depth._learnt
     assert key in known
     del model, drafter, steps

@@ -74,4 +74,4 @@ def test_batches_learn(pair_e, prompts, rows):
     while generator.next_generated():
         pass
     depth = learnt(pair_e.model, pair_e.drafter, rows)
-    assert depth.costs[0].sure and any(cost.seconds for cost in depth.costs[1:])
+    assert depth.costs[0].sure and any(cost.seen for cost in depth.costs[1:])
