@@ -5,31 +5,50 @@ What is old says little: its weight falls with every round, and hope returns.
 
 from math import exp, inf, log, sqrt
 
-MEMORY = 0.99  # weight of a position's past at each further observation
-FADING = 0.995  # and at each round without one
+MEMORY = 0.995  # weight of a position's past at each further observation
+LATELY = 0.95  # the same where only the latest count
+OTHER = 2.0  # standard deviations between the two that make a new text of it
+FADING = 0.995  # weight of the past at each round without an observation
 UNKNOWN = 0.9  # acceptance that a position may have if nothing is known
 # Of the logarithm of a time:
-NOISE = 0.02  # variance of a round's
-WANDER = 0.002  # of the machine's pace, per round
-CHANGE = 2e-5  # of a depth's own, per round
+NOISE = 0.01  # variance of a round's
+SPREAD = 0.04  # variance of the machine's pace
+CALM = 0.95  # of an unusual pace is left after a round
+CHANGE = 1e-5  # variance that a depth's own gains per round
+FALL = 4e-4  # by which it may have fallen per round, unseen
 SLOWER = 0.5  # by which a round may surprise: it may have compiled kernels
-QUICKER = -0.4  # by which it tells that all before did so, or met a busy minute,
+QUICKER = -0.4  # by which it tells that those before did, or met a busy minute,
 FEW = 6  # if these were fewer
-FALL = 4e-4  # by which the time falls that an old one may take by now, per round
 
 
 class Position:
-    """How often a draft position is accepted, newer rounds weighing more."""
+    """How often a draft position is accepted.
+
+    Many observations tell nearly equal depths apart, but a text may change its kind in
+    a moment: once the latest contradict the others, only they count.
+
+    Attributes:
+        accepted: Drafts accepted, newer ones weighing more.
+        seen: Drafts judged, weighed alike.
+        age: Rounds since the latest.
+    """
 
     def __init__(self) -> None:
         self.accepted = self.seen = 0.0
-        self.age = 0  # rounds since it was last observed
+        self._lately = 0.0, 0.0  # the same of the latest
+        self.age = 0
 
     def add(self, accepted: bool) -> None:
         """Observe it once."""
-        weight = MEMORY * FADING**self.age
-        self.accepted = weight * self.accepted + accepted
-        self.seen = weight * self.seen + 1
+        faded = FADING**self.age
+        self.accepted = MEMORY * faded * self.accepted + accepted
+        self.seen = MEMORY * faded * self.seen + 1
+        latest, number = (LATELY * faded * x for x in self._lately)
+        latest, number = self._lately = latest + accepted, number + 1
+        share = self.share(0.5)
+        usual = number * share * (1 - share) + 0.25  # a variance, of a draft at least
+        if (latest - number * share) ** 2 > OTHER**2 * usual:
+            self.accepted, self.seen = self._lately
         self.age = 0
 
     def share(self, prior: float) -> float:
@@ -45,8 +64,9 @@ class Position:
 class Pace:
     """How fast the machine is just now, beside what costs of rounds are told in.
 
-    Other programs, heat and a long context make rounds of all depths slow together. A
-    depth that is measured in such a minute must not look worse than the others do.
+    Other programs and heat make rounds of all depths slow together. A depth that is
+    measured in such a minute must not look worse than the others do. What lasts is no
+    pace: it is in the cost of the depth in use, and the others are hoped to follow.
 
     Attributes:
         level: Logarithm of a factor on every time.
@@ -62,7 +82,8 @@ class Pace:
 
     def wait(self) -> None:
         """A round passed."""
-        self.doubt += WANDER
+        self.level *= CALM
+        self.doubt = SPREAD + CALM**2 * (self.doubt - SPREAD)
 
 
 class Cost:
@@ -89,7 +110,7 @@ class Cost:
         if not self.seen or (self.seen < FEW and surprise < QUICKER):
             self._mean, self._doubt = found, pace.doubt + NOISE
         else:
-            doubt = self._doubt + CHANGE * self.age
+            doubt = self._by_now
             mine = doubt / (doubt + pace.doubt + NOISE)
             other = pace.doubt / (doubt + pace.doubt + NOISE)
             self._mean += mine * surprise
@@ -112,5 +133,10 @@ class Cost:
 
     def hope(self, usual: float, least: float) -> float:
         """The time it may take by now, where ``usual`` was to be expected."""
-        doubt = sqrt(self._doubt + CHANGE * self.age) if self.sure else 0.0
-        return max(usual * exp(-doubt - FALL * self.age), least)
+        doubt = sqrt(self._by_now) if self.sure else FALL * self.age
+        return max(usual * exp(-doubt), least)
+
+    @property
+    def _by_now(self) -> float:
+        """The doubt, grown since the latest observation."""
+        return self._doubt + CHANGE * self.age + (FALL * self.age) ** 2
