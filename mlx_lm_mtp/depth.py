@@ -23,11 +23,12 @@ from .estimate import UNKNOWN, Cost, Pace, Position
 
 MAX_DRAFTS = 8
 PURSE = 0.0075  # of the time may go into depths that are not the best known
+POOR = 0.5  # of that, where no depth comes near plain decoding
 FULL = 16.0  # plain steps that a new purse holds, and no purse more
 FIRST = 3  # the depth that is tried first
-STRETCH = 3  # rounds of a depth at least
+STRETCH = 3  # rounds of a depth that are chosen at once
 DWELL = 25  # rounds in which a better depth has to earn what the change costs
-PAUSE = 16  # rounds without drafts that are chosen at once, at most
+PAUSE = 16  # and without drafts, where nothing can be learnt, at most
 CLEAR = 0.9  # of plain decoding's speed, below which others are out of the question
 LOSSES = 9  # of changes that are remembered
 DRAFT = 0.03  # of a plain round is what a draft costs at least
@@ -79,6 +80,7 @@ class Adaptive:
         self.pace = Pace()
         self.costs = [Cost() for _ in range(MAX_DRAFTS + 1)]
         self._purse = 0.0  # seconds
+        self._saved = PURSE  # of a round's time, for the purse
         self._rounds = 0  # that nothing has aged by yet
         self._tries: Counter[int] = Counter()  # rounds that fly, by depth
         self._stretch = Stretch()
@@ -108,14 +110,13 @@ class Adaptive:
             return Stretch()
         rates = self._rates(limit)
         best = self._settled(rates)
-        tried, price = self._worth_trying(limit, best, rates)
-        missing = price - self._purse
-        chosen = tried if missing < 0 else best
-        rounds = 1 if chosen == self._stretch.drafts else STRETCH
-        if not chosen and self._hopeless():
+        tried, price = self._worth_trying(limit, best, rates[best])
+        chosen, rounds = tried if price < self._purse else best, STRETCH
+        self._saved = POOR * PURSE if self._hopeless() else PURSE
+        if not chosen and self._saved < PURSE:
             # Until the purse can pay for a try, nothing will be learnt.
-            earned = PURSE * self._usual(0)
-            rounds = max(rounds, int(min(missing / earned, PAUSE)))
+            wait = (price - self._purse) / (self._saved * self._usual(0))
+            rounds = max(rounds, int(min(wait, PAUSE)))
         return Stretch(chosen, rounds - 1, tries=chosen != best)
 
     def _hopeless(self) -> bool:
@@ -138,28 +139,29 @@ class Adaptive:
         """Seconds that a change of depth costs, in three of four cases at least."""
         return max(sorted(self._lost)[len(self._lost) // 4], 0.0)
 
-    def _worth_trying(
-        self, limit: int, best: int, rates: Mapping[int, float]
-    ) -> tuple[int, float]:
-        """A depth that may be better than the best known, and its price in seconds."""
+    def _worth_trying(self, limit: int, best: int, rate: float) -> tuple[int, float]:
+        """A depth that may be better than the best known, and its price in seconds.
+
+        It is the one that may win most for its price: often a cheap one tells enough.
+        """
         seconds = self._hoped_costs(limit)
         tokens = expected_tokens([position.hope() for position in self.positions])
-        hopes = [tokens[k] / cost for k, cost in enumerate(seconds)]
-        tried = max(range(limit + 1), key=hopes.__getitem__)
-        if not any(cost.seen for cost in self.costs[1:]):
-            tried = min(FIRST, limit)
-        if tried == best or hopes[tried] <= rates[best]:
-            return best, 0.0
-        # An old time may be far too dear: what to expect is between it and the hope.
-        cost = (self._expected_cost(tried) + seconds[tried]) / 2
-        earned = expected_tokens(self.acceptance)[tried] / rates[best]
-        return tried, STRETCH * (cost - earned) + 2 * self._change
+        usual, change = expected_tokens(self.acceptance), 2 * self._change
+        options, known = [(0.0, best, 0.0)], any(cost.seen for cost in self.costs[1:])
+        for k in range(limit + 1) if known else [min(FIRST, limit)]:
+            gain = tokens[k] / seconds[k] / rate - 1
+            if k == best or gain <= 0:
+                continue
+            # An old time may be far too dear: expect one between it and the hope.
+            cost = (self._expected_cost(k) + seconds[k]) / 2
+            price = STRETCH * (cost - usual[k] / rate) + change
+            options.append((gain / (max(price, 0.0) + seconds[0]), k, price))
+        return max(options)[1:]
 
     def learn(self, drafts: int, accepted: Sequence[int], seconds: float) -> None:
-        if drafts > MAX_DRAFTS or not 0 < seconds < inf or not accepted:
+        if drafts > MAX_DRAFTS or not 1e-6 < seconds < 1e6 or not accepted:
             return
-        # A machine needs a round to settle after another depth.
-        changed = self._landed != drafts
+        changed = self._landed != drafts  # a machine needs a round to settle then
         self.pace.wait()
         if not changed:
             self.costs[drafts].add(seconds, self.pace)
@@ -246,7 +248,7 @@ class Adaptive:
         if not plain.sure:
             self._purse = FULL * plain.value
             return
-        change = PURSE * cost.value
+        change = self._saved * cost.value
         if self._tries[drafts]:
             self._tries[drafts] -= 1
             usual = self._expected_cost(drafts)

@@ -16,8 +16,8 @@ SPREAD = 0.04  # variance of the machine's pace
 CALM = 0.95  # of an unusual pace is left after a round
 CHANGE = 1e-5  # variance that a depth's own gains per round
 FALL = 4e-4  # by which it may have fallen per round, unseen
-SLOWER = 0.5  # by which a round may surprise: it may have compiled kernels
-QUICKER = -0.4  # by which it tells that those before did, or met a busy minute,
+OUTLIER = 2.5  # standard deviations that count of a surprise: kernels are compiled
+QUICKER = -0.4  # a surprise that tells that those before did, or met a busy minute,
 FEW = 6  # if these were fewer
 
 
@@ -105,14 +105,16 @@ class Cost:
 
     def add(self, seconds: float, pace: Pace) -> None:
         """Observe it once."""
-        found = log(pace.usual(seconds))
-        surprise = min(found - self._mean, SLOWER)
+        found = log(seconds) - pace.level
+        surprise = found - self._mean
         if not self.seen or (self.seen < FEW and surprise < QUICKER):
             self._mean, self._doubt = found, pace.doubt + NOISE
         else:
             doubt = self._by_now
-            mine = doubt / (doubt + pace.doubt + NOISE)
-            other = pace.doubt / (doubt + pace.doubt + NOISE)
+            total = doubt + pace.doubt + NOISE
+            most = OUTLIER * sqrt(total)
+            surprise = max(-most, min(surprise, most))
+            mine, other = doubt / total, pace.doubt / total
             self._mean += mine * surprise
             self._doubt = (1 - mine) * doubt
             if self.sure:

@@ -59,14 +59,15 @@ def simulate(
     text=100_000,
     change=0,
     slow=1,
+    spells=(60, 20),
     wander=0,
 ):
     """Tokens per time; a round is chosen before the one that flies is known.
 
     Every ``text`` tokens a text ends, and its last rounds are shallow. With ``change``
     the round after another depth takes so much longer. Other programs make the machine
-    ``slow`` for some rounds, now and then, and heat makes its pace ``wander``, by so
-    much in each plain step, while it returns to its own in two hundred.
+    ``slow``, after and for so many rounds as ``spells`` has, and heat makes its pace
+    ``wander``, by so much in each plain step, while it returns in two hundred.
     """
     rng, flying = random.Random(seed), deque()
     done, time, last, disturbed = 0, 0.0, None, False
@@ -76,7 +77,7 @@ def simulate(
         drafts, accepted = controller.choose(text - done % text - 1), 0
         while accepted < drafts and rng.random() < kind[accepted]:
             accepted += 1
-        disturbed ^= rng.random() < (1 / 20 if disturbed else 1 / 60)
+        disturbed ^= rng.random() * spells[disturbed] < 1
         seconds = costs[drafts] * rng.lognormvariate(0, noise)
         seconds *= (slow if disturbed else 1) * math.exp(heat)
         while wander and steps < time + seconds:
@@ -113,7 +114,9 @@ def test_the_limit_is_kept_and_nonsense_ignored(data, limit):
         assert 0 <= drafts <= min(limit, depth.MAX_DRAFTS)
         accepted = data.draw(st.integers(0, drafts))
         seconds = data.draw(
-            st.sampled_from([0.0, -1.0, 1e-9, 0.01, 100.0, math.nan, math.inf])
+            st.sampled_from(
+                [0.0, -1.0, 5e-324, 1e-9, 0.01, 100.0, 1e300, math.nan, math.inf]
+            )
         )
         controller.learn(drafts, [accepted], seconds)
     assert all(0 <= share <= 1 for share in controller.acceptance)
@@ -163,6 +166,13 @@ def test_a_machine_that_others_use_too_is_used_well(curve, acceptance):
     assert share_of_the_best(curve, acceptance, slow=1.8) >= 0.9
 
 
+def test_spells_of_other_programs_hardly_cost():
+    """A depth that was tried in a busy moment is not out for long."""
+    machine = {"slow": 1.6, "spells": (300, 10), "noise": 0.03, "text": 400}
+    found = [share_of_the_best(c, a, **machine) for c in CURVES for a in (0.6, 0.9)]
+    assert sum(found) / len(found) >= 0.975
+
+
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("acceptance", [0.0, 0.6, 0.9])
 def test_a_pace_that_wanders_does_not_mislead(curve, acceptance):
@@ -179,6 +189,29 @@ def test_the_end_of_a_text_says_nothing_of_the_next():
 
     best = max(rate(lambda k=k: depth.Pinned(k)) for k in range(9))
     assert rate(depth.Adaptive) >= 0.88 * best
+
+
+@pytest.mark.parametrize("curve", ["ideal", "M4 Pro, 4-bit", "MoE, overlap"])
+def test_a_text_that_changes_its_kind_is_followed(curve):
+    """Better than any fixed number of drafts does."""
+    costs, kinds = costs_of(curve), [0.0, 0.9]
+    rates = [simulate(depth.Adaptive(), costs, kinds, 12_000, s) for s in range(3)]
+    assert sum(rates) / 3 >= max(fixed_rate(costs, kinds, k) for k in range(9))
+
+
+def test_acceptance_is_known_well_and_a_change_of_it_soon():
+    rng, controller = random.Random(0), depth.Adaptive()
+
+    def observe(share, rounds):
+        for _ in range(rounds):
+            controller.learn(1, [rng.random() < share], 1.0)
+            yield controller.acceptance[0]
+
+    known = list(observe(0.6, 2000))[200:]
+    spread = math.sqrt(sum((share - 0.6) ** 2 for share in known) / len(known))
+    assert spread < 0.04
+    assert list(observe(0.0, 25))[-1] < 0.3
+    assert list(observe(1.0, 25))[-1] > 0.5
 
 
 def test_it_recovers_from_both_sides():
