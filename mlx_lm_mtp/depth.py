@@ -108,21 +108,20 @@ class Adaptive:
         self._rounds = 0
         if not self.costs[0].sure:
             return Stretch()
-        rates = self._rates(limit)
+        known = self._rates()
+        rates = {k: rate for k, rate in known.items() if k <= limit}
         best = self._settled(rates)
         tried, price = self._worth_trying(limit, best, rates[best])
-        chosen, rounds = tried if price < self._purse else best, STRETCH
-        self._saved = POOR * PURSE if self._hopeless() else PURSE
-        if not chosen and self._saved < PURSE:
+        chosen = tried if price < self._purse else best
+        rounds = STRETCH
+        # A depth that is too deep for now may be near plain decoding too.
+        hopeless = max(list(known.values())[1:], default=inf) < CLEAR * known[0]
+        self._saved = POOR * PURSE if hopeless else PURSE
+        if hopeless and not chosen:
             # Until the purse can pay for a try, nothing will be learnt.
             wait = (price - self._purse) / (self._saved * self._usual(0))
             rounds = max(rounds, int(min(wait, PAUSE)))
         return Stretch(chosen, rounds - 1, tries=chosen != best)
-
-    def _hopeless(self) -> bool:
-        """Whether no depth comes near plain decoding, be it too deep for now or not."""
-        plain, *others = self._rates().values()
-        return max(others, default=inf) < CLEAR * plain
 
     def _settled(self, rates: Mapping[int, float]) -> int:
         """The best depth known, if a change to it earns what it costs."""

@@ -43,12 +43,13 @@ class Position:
         faded = FADING**self.age
         self.accepted = MEMORY * faded * self.accepted + accepted
         self.seen = MEMORY * faded * self.seen + 1
-        latest, number = (LATELY * faded * x for x in self._lately)
-        latest, number = self._lately = latest + accepted, number + 1
+        latest = LATELY * faded * self._lately[0] + accepted
+        number = LATELY * faded * self._lately[1] + 1
+        self._lately = latest, number
         share = self.share(0.5)
         usual = number * share * (1 - share) + 0.25  # a variance, of a draft at least
         if (latest - number * share) ** 2 > OTHER**2 * usual:
-            self.accepted, self.seen = self._lately
+            self.accepted, self.seen = latest, number
         self.age = 0
 
     def share(self, prior: float) -> float:
