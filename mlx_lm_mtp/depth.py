@@ -27,6 +27,7 @@ POOR = 0.5  # of that, where no depth comes near plain decoding
 FULL = 16.0  # plain steps that a new purse holds, and no purse more
 FIRST = 3  # the depth that is tried first
 STRETCH = 3  # rounds of a depth that are chosen at once
+STEADY = 8  # and if nothing else is worth it
 DWELL = 25  # rounds in which a better depth has to earn what the change costs
 PAUSE = 16  # and without drafts, where nothing can be learnt, at most
 CLEAR = 0.9  # of plain decoding's speed, below which others are out of the question
@@ -82,6 +83,7 @@ class Adaptive:
         self._purse = 0.0  # seconds
         self._saved = PURSE  # of a round's time, for the purse
         self._rounds = 0  # that nothing has aged by yet
+        self._heard: list[tuple[int, Sequence[int], float]] = []
         self._tries: Counter[int] = Counter()  # rounds that fly, by depth
         self._stretch = Stretch()
         self._landed: Optional[int] = None  # depth of the latest round that landed
@@ -101,11 +103,7 @@ class Adaptive:
 
     def _next(self, limit: int) -> "Stretch":
         """What to do for the next rounds."""
-        for position in self.positions:
-            position.age += self._rounds
-        for cost in self.costs:
-            cost.age += self._rounds
-        self._rounds = 0
+        self._catch_up()
         if not self.costs[0].sure:
             return Stretch()
         known = self._rates()
@@ -113,7 +111,7 @@ class Adaptive:
         best = self._settled(rates)
         tried, price = self._worth_trying(limit, best, rates[best])
         chosen = tried if price < self._purse else best
-        rounds = STRETCH
+        rounds = STEADY if chosen == best == self._stretch.drafts else STRETCH
         # A depth that is too deep for now may be near plain decoding too.
         hopeless = max(list(known.values())[1:], default=inf) < CLEAR * known[0]
         self._saved = POOR * PURSE if hopeless else PURSE
@@ -145,7 +143,7 @@ class Adaptive:
         """
         seconds = self._hoped_costs(limit)
         tokens = expected_tokens([position.hope() for position in self.positions])
-        usual, change = expected_tokens(self.acceptance), 2 * self._change
+        usual, change = expected_tokens(self._shares()), 2 * self._change
         options, known = [(0.0, best, 0.0)], any(cost.seen for cost in self.costs[1:])
         for k in range(limit + 1) if known else [min(FIRST, limit)]:
             gain = tokens[k] / seconds[k] / rate - 1
@@ -158,8 +156,21 @@ class Adaptive:
         return max(options)[1:]
 
     def learn(self, drafts: int, accepted: Sequence[int], seconds: float) -> None:
-        if drafts > MAX_DRAFTS or not 1e-6 < seconds < 1e6 or not accepted:
-            return
+        # What runs once in a round finds its code and data in no cache of the
+        # processor, so that costs four times as much.
+        if drafts <= MAX_DRAFTS and 1e-6 < seconds < 1e6 and accepted:
+            self._heard.append((drafts, accepted, seconds))
+
+    def _catch_up(self) -> None:
+        """Age by the rounds that were chosen, and learn from those that landed."""
+        for known in (*self.positions, *self.costs):
+            known.age += self._rounds
+        self._rounds = 0
+        heard, self._heard = self._heard, []
+        for landed in heard:
+            self._count(*landed)
+
+    def _count(self, drafts: int, accepted: Sequence[int], seconds: float) -> None:
         changed = self._landed != drafts  # a machine needs a round to settle then
         self.pace.wait()
         if not changed:
@@ -175,17 +186,22 @@ class Adaptive:
 
     def best(self, limit: int = MAX_DRAFTS) -> int:
         """The depth that earns most by what is known."""
+        self._catch_up()
         return best_depth(self._rates(limit))
 
     def _rates(self, limit: int = MAX_DRAFTS) -> dict[int, float]:
         """Expected tokens per second at the depths that have been measured."""
-        tokens = expected_tokens(self.acceptance)
+        tokens = expected_tokens(self._shares())
         known = [k for k in range(limit + 1) if self.costs[k].seen]
         return {k: tokens[k] / self._usual(k) for k in known}
 
     @property
     def acceptance(self) -> list[float]:
         """The share accepted at each position where the one before was."""
+        self._catch_up()
+        return self._shares()
+
+    def _shares(self) -> list[float]:
         shares, prior = [], UNKNOWN
         for position in self.positions:
             prior = position.share(prior)

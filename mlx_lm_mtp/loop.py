@@ -202,7 +202,8 @@ class Run:
 
     def _emit(self, decision: Decision, shown: list[int]) -> Iterator[Emission]:
         accepted = decision.accepted
-        for i, (token, row) in enumerate(zip(shown, decision.logprobs, strict=False)):
+        for i, token in enumerate(shown):
+            row = decision.logprobs[i]
             self.yielded.append(token)
             if len(self.yielded) % 256 == 0:
                 mx.clear_cache()

@@ -85,8 +85,9 @@ class Rule:
         # Whole arrays: a slice would be computed, behind a round that may fly already.
         following = numbers(trial.verdict.token)
         if not trial.draft.size:
-            rows = zip(following, trial.logits, strict=True)
-            return [Decision([token], row) for token, row in rows]
+            return [
+                Decision([token], trial.logits[i]) for i, token in enumerate(following)
+            ]
         accepted = numbers(trial.verdict.accepted)
         drafted = cast(list[list[int]], trial.draft.tokens.tolist())
         return [
