@@ -58,6 +58,11 @@ class Span:
     def __post_init__(self) -> None:
         self.least = self.most = self.known
 
+    @property
+    def exact(self) -> Optional[int]:
+        """How many tokens are held, if the host knows."""
+        return self.least if self.least == self.most else None
+
     def wrote(self, size: int) -> None:
         """Tell of a write."""
         self.writes.append(size)
@@ -89,6 +94,7 @@ class Buffers:
             the host knows: mlx-lm makes an array of it in every layer, and of an array
             a copy.
         writes: What a write does, for each window.
+        room: Tokens that still fit in every row; there may be room for more.
     """
 
     windows: tuple[Optional[int], ...]
@@ -99,6 +105,7 @@ class Buffers:
     bases: tuple[int, ...]
     end: Union[mx.array, int] = field(default=0, init=False)
     writes: dict[Optional[int], Write] = field(default_factory=dict, init=False)
+    room: int = field(default=0, init=False)
 
     @property
     def layers(self) -> list["Layer"]:
@@ -117,12 +124,12 @@ class Buffers:
     @property
     def known(self) -> bool:
         """Whether the host knows how many tokens each row holds."""
-        return all(span.least == span.most for span in self.spans)
+        return all(span.exact is not None for span in self.spans)
 
     @property
     def exact(self) -> Optional[int]:
         """How many tokens the row holds, if there is but one and the host knows."""
-        return self.spans[0].least if len(self.spans) == 1 and self.known else None
+        return self.spans[0].exact if len(self.spans) == 1 else None
 
     @property
     def offset(self) -> mx.array:
@@ -137,7 +144,9 @@ class Buffers:
 
     def fits(self, size: int) -> bool:
         """Whether there is room for a write of ``size`` tokens to each row."""
-        return all(self._end(w) + size <= slots for w, slots in self._slots.items())
+        if self.room < size:
+            self.room = min(n - self._end(w) for w, n in self._slots.items())
+        return self.room >= size
 
     def _end(self, window: Optional[int]) -> int:
         """The slots that rows may take in layers of a window."""
@@ -146,6 +155,7 @@ class Buffers:
     def begin(self, size: int) -> None:
         """Start a write of ``size`` tokens to each row, for which there is room."""
         exact = self.exact
+        self.room -= size
         self.end = self.offset if exact is None else exact
         self.writes = {window: self._write(window, size) for window in self._slots}
 
@@ -167,13 +177,15 @@ class Buffers:
             coming: How many tokens come, each of which also sees itself; 0 for a
                 drafter, which sees what is there.
         """
+        exact = self.exact
+        if exact is not None and coming < 2:
+            end = exact + coming - (self.bases[0] if window else 0)
+            return slice(max(end - window, 0) if window else 0, end)
         start, end = 0, self._end(window) + coming
         if window:
             rows = zip(self.spans, self.bases, strict=True)
             oldest = min(span.least - base for span, base in rows) - window
             start = max(oldest + min(coming, 1), 0)
-        if self.exact is not None and coming < 2:
-            return slice(start, end)
         slots = self._slots[window]
         return slice(start // GRAIN * GRAIN, min(-(-end // GRAIN) * GRAIN, slots))
 

@@ -19,7 +19,7 @@ from math import inf
 from operator import mul
 from typing import Any, Optional, Protocol
 
-from .estimate import UNKNOWN, Cost, Pace, Position
+from .estimate import UNKNOWN, Costs, Position
 
 MAX_DRAFTS = 8
 PURSE = 0.0075  # of the time may go into depths that are not the best known
@@ -32,8 +32,6 @@ DWELL = 25  # rounds in which a better depth has to earn what the change costs
 PAUSE = 16  # and without drafts, where nothing can be learnt, at most
 CLEAR = 0.9  # of plain decoding's speed, below which others are out of the question
 LOSSES = 9  # of changes that are remembered
-DRAFT = 0.03  # of a plain round is what a draft costs at least
-LUCK = 0.8  # of the time to be expected is hoped for between depths that are known
 
 
 class Depth(Protocol):
@@ -78,8 +76,7 @@ class Adaptive:
 
     def __init__(self) -> None:
         self.positions = [Position() for _ in range(MAX_DRAFTS)]
-        self.pace = Pace()
-        self.costs = [Cost() for _ in range(MAX_DRAFTS + 1)]
+        self.costs = Costs(MAX_DRAFTS + 1)
         self._purse = 0.0  # seconds
         self._saved = PURSE  # of a round's time, for the purse
         self._rounds = 0  # that nothing has aged by yet
@@ -117,7 +114,7 @@ class Adaptive:
         self._saved = POOR * PURSE if hopeless else PURSE
         if hopeless and not chosen:
             # Until the purse can pay for a try, nothing will be learnt.
-            wait = (price - self._purse) / (self._saved * self._usual(0))
+            wait = (price - self._purse) / (self._saved * self.costs.usual(0))
             rounds = max(rounds, int(min(wait, PAUSE)))
         return Stretch(chosen, rounds - 1, tries=chosen != best)
 
@@ -126,7 +123,7 @@ class Adaptive:
         best = best_depth(rates)
         if self._best not in rates:
             return best
-        pays = 1 + self._change / (DWELL * self._usual(self._best))
+        pays = 1 + self._change / (DWELL * self.costs.usual(self._best))
         if rates[best] > pays * rates[self._best]:
             self._best = best
         return self._best
@@ -141,7 +138,7 @@ class Adaptive:
 
         It is the one that may win most for its price: often a cheap one tells enough.
         """
-        seconds = self._hoped_costs(limit)
+        seconds = self.costs.hoped(limit)
         tokens = expected_tokens([position.hope() for position in self.positions])
         usual, change = expected_tokens(self._shares()), 2 * self._change
         options, known = [(0.0, best, 0.0)], any(cost.seen for cost in self.costs[1:])
@@ -149,8 +146,10 @@ class Adaptive:
             gain = tokens[k] / seconds[k] / rate - 1
             if k == best or gain <= 0:
                 continue
-            # An old time may be far too dear: expect one between it and the hope.
-            cost = (self._expected_cost(k) + seconds[k]) / 2
+            cost = self.costs.expected(k)
+            if self.costs[k].sure:
+                # It may be old and far too dear: expect one between it and the hope.
+                cost = (cost + seconds[k]) / 2
             price = STRETCH * (cost - usual[k] / rate) + change
             options.append((gain / (max(price, 0.0) + seconds[0]), k, price))
         return max(options)[1:]
@@ -163,26 +162,32 @@ class Adaptive:
 
     def _catch_up(self) -> None:
         """Age by the rounds that were chosen, and learn from those that landed."""
-        for known in (*self.positions, *self.costs):
-            known.age += self._rounds
+        for position in self.positions:
+            position.age += self._rounds
+        self.costs.wait(self._rounds)
         self._rounds = 0
         heard, self._heard = self._heard, []
-        for landed in heard:
-            self._count(*landed)
+        judged, stood = [0] * MAX_DRAFTS, [0] * MAX_DRAFTS
+        for drafts, accepted, seconds in heard:
+            self._time(drafts, accepted, seconds)
+            for most in accepted:
+                for i in range(min(most + 1, drafts)):
+                    judged[i] += 1
+                    stood[i] += i < most
+        for position, *counts in zip(self.positions, stood, judged, strict=True):
+            position.add(*counts)
 
-    def _count(self, drafts: int, accepted: Sequence[int], seconds: float) -> None:
+    def _time(self, drafts: int, accepted: Sequence[int], seconds: float) -> None:
+        """Learn what a round cost, and whether that was worth it."""
         changed = self._landed != drafts  # a machine needs a round to settle then
-        self.pace.wait()
+        self.costs.pace.wait()
         if not changed:
-            self.costs[drafts].add(seconds, self.pace)
+            self.costs.add(drafts, seconds)
         elif self.costs[drafts].sure:
-            usual = self._usual(drafts)
-            self._lost.append(min(self.pace.usual(seconds) - usual, usual))
+            usual = self.costs.usual(drafts)
+            self._lost.append(min(self.costs.pace.usual(seconds) - usual, usual))
         self._landed = drafts
         self._pay(drafts, sum(accepted) / len(accepted), changed)
-        for stood in accepted:
-            for i in range(min(stood + 1, drafts)):
-                self.positions[i].add(i < stood)
 
     def best(self, limit: int = MAX_DRAFTS) -> int:
         """The depth that earns most by what is known."""
@@ -193,7 +198,7 @@ class Adaptive:
         """Expected tokens per second at the depths that have been measured."""
         tokens = expected_tokens(self._shares())
         known = [k for k in range(limit + 1) if self.costs[k].seen]
-        return {k: tokens[k] / self._usual(k) for k in known}
+        return {k: tokens[k] / self.costs.usual(k) for k in known}
 
     @property
     def acceptance(self) -> list[float]:
@@ -207,49 +212,6 @@ class Adaptive:
             prior = position.share(prior)
             shares.append(prior)
         return shares
-
-    def _usual(self, drafts: int) -> float:
-        """The time that rounds of a measured depth take.
-
-        A plain round is quicker than others, which do all that it does and more. So
-        newer times of theirs bound its own: what was measured in a busy minute would
-        else keep it from being tried again.
-        """
-        measured = self.costs[drafts].value
-        if drafts:
-            return measured
-        newer = [
-            cost.value / (1 + DRAFT * k)
-            for k, cost in enumerate(self.costs)
-            if cost.sure and cost.age < self.costs[0].age
-        ]
-        return min([measured, *newer])
-
-    def _expected_cost(self, drafts: int) -> float:
-        """The time a depth takes, as far as known: else on a line through others."""
-        if self.costs[drafts].sure:
-            return self._usual(drafts)
-        known = [k for k, cost in enumerate(self.costs) if cost.sure]
-        above = [k for k in known if k > drafts]
-        low = max(k for k in known if k < drafts) if above else 0
-        high = min(above) if above else max(known)
-        first, last = self._usual(low), self._usual(high)
-        return first + (last - first) * (drafts - low) / max(high - low, 1)
-
-    def _hoped_costs(self, limit: int) -> list[float]:
-        """The times that depths may take, if what is old or unknown turns out well."""
-        plain = self._usual(0)
-        deepest = max(k for k, cost in enumerate(self.costs) if cost.sure)
-        found = []
-        for k, cost in enumerate(self.costs[: limit + 1]):
-            least = plain * (1 + DRAFT * k) if k else 0.0
-            if cost.sure:
-                found.append(cost.hope(self._usual(k), least))
-            elif k < deepest:
-                found.append(cost.hope(LUCK * self._expected_cost(k), least))
-            else:
-                found.append(least)
-        return found
 
     def _pay(self, drafts: int, accepted: float, changed: bool) -> None:
         """Earn a share of a round's time, and book what a try cost or won.
@@ -266,10 +228,10 @@ class Adaptive:
         change = self._saved * cost.value
         if self._tries[drafts]:
             self._tries[drafts] -= 1
-            usual = self._expected_cost(drafts)
+            usual = self.costs.expected(drafts)
             change += (1 + accepted) / max(self._rates().values()) - usual
             change -= 2 * self._change if changed else 0.0
-        self._purse = min(self._purse + change, FULL * self._usual(0))
+        self._purse = min(self._purse + change, FULL * self.costs.usual(0))
 
 
 @dataclass

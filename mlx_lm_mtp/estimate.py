@@ -19,6 +19,8 @@ FALL = 4e-4  # by which it may have fallen per round, unseen
 OUTLIER = 2.5  # standard deviations that count of a surprise: kernels are compiled
 QUICKER = -0.4  # a surprise that tells that those before did, or met a busy minute,
 FEW = 6  # if these were fewer
+DRAFT = 0.03  # of a plain round is what a draft costs at least
+LUCK = 0.8  # of the time to be expected is hoped for between depths that are known
 
 
 class Position:
@@ -38,13 +40,17 @@ class Position:
         self._lately = 0.0, 0.0  # the same of the latest
         self.age = 0
 
-    def add(self, accepted: bool) -> None:
-        """Observe it once."""
+    def add(self, accepted: int, seen: int) -> None:
+        """Observe it so many times."""
+        if not seen:
+            return
         faded = FADING**self.age
-        self.accepted = MEMORY * faded * self.accepted + accepted
-        self.seen = MEMORY * faded * self.seen + 1
-        latest = LATELY * faded * self._lately[0] + accepted
-        number = LATELY * faded * self._lately[1] + 1
+        kept = MEMORY**seen * faded
+        self.accepted = kept * self.accepted + accepted
+        self.seen = kept * self.seen + seen
+        kept = LATELY**seen * faded
+        latest = kept * self._lately[0] + accepted
+        number = kept * self._lately[1] + seen
         self._lately = latest, number
         share = self.share(0.5)
         usual = number * share * (1 - share) + 0.25  # a variance, of a draft at least
@@ -143,3 +149,67 @@ class Cost:
     def _by_now(self) -> float:
         """The doubt, grown since the latest observation."""
         return self._doubt + CHANGE * self.age + (FALL * self.age) ** 2
+
+
+class Costs(list[Cost]):
+    """What rounds cost at every depth from 0, plain decoding, on.
+
+    Attributes:
+        pace: How fast the machine is beside them.
+    """
+
+    def __init__(self, depths: int) -> None:
+        super().__init__(Cost() for _ in range(depths))
+        self.pace = Pace()
+
+    def wait(self, rounds: int) -> None:
+        """So many rounds were begun."""
+        for cost in self:
+            cost.age += rounds
+
+    def add(self, depth: int, seconds: float) -> None:
+        """Observe a depth once."""
+        self[depth].add(seconds, self.pace)
+
+    def usual(self, depth: int) -> float:
+        """The time that rounds of a measured depth take.
+
+        A plain round is quicker than others, which do all that it does and more. So
+        newer times of theirs bound its own: what was measured in a busy minute would
+        else keep it from being tried again.
+        """
+        measured = self[depth].value
+        if depth:
+            return measured
+        newer = [
+            cost.value / (1 + DRAFT * k)
+            for k, cost in enumerate(self)
+            if cost.sure and cost.age < self[0].age
+        ]
+        return min([measured, *newer])
+
+    def expected(self, depth: int) -> float:
+        """The time a depth takes, as far as known: else on a line through others."""
+        if self[depth].sure:
+            return self.usual(depth)
+        known = [k for k, cost in enumerate(self) if cost.sure]
+        above = [k for k in known if k > depth]
+        low = max(k for k in known if k < depth) if above else 0
+        high = min(above) if above else max(known)
+        first, last = self.usual(low), self.usual(high)
+        return first + (last - first) * (depth - low) / max(high - low, 1)
+
+    def hoped(self, limit: int) -> list[float]:
+        """The times that depths may take, if what is old or unknown turns out well."""
+        plain = self.usual(0)
+        deepest = max(k for k, cost in enumerate(self) if cost.sure)
+        found = []
+        for k, cost in enumerate(self[: limit + 1]):
+            least = plain * (1 + DRAFT * k) if k else 0.0
+            if cost.sure:
+                found.append(cost.hope(self.usual(k), least))
+            elif k < deepest:
+                found.append(cost.hope(LUCK * self.expected(k), least))
+            else:
+                found.append(least)
+        return found
