@@ -27,6 +27,7 @@ from mlx_lm_mtp.bench.summary import (
     table,
 )
 from mlx_lm_mtp.bench.text import Generation, Text
+from mlx_lm_mtp.demo import ASSISTANT
 from mlx_lm_mtp.depth import Pinned, best_depth
 from mlx_lm_mtp.doctor import examine
 from mlx_lm_mtp.measure import Costs, measure, predicted, prefill, shares
@@ -440,6 +441,8 @@ BAD = {
     "no folder for the picture": (["--svg", "/no/x.svg"], "no folder /no"),
     "a text for random weights": ([*SMALL, "--kinds", "code"], "'code'"),
     "no such draft model": (["--draft-model", "/no/x"], "cannot load the model /no/x"),
+    "a drafter of ours": (["--draft-model", str(ASSISTANT)], "give it as --mtp-"),
+    "no draft model": (["--draft-model", ""], "--draft-model is empty"),
     "no such kind": (["--kinds", "poem"], "'poem'"),
     "no such target": (["--model", "/no/x", "--mtp-assistant", "/no/y"], "/no/x"),
 }

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ..depth import MAX_DRAFTS
+from ..kinds import is_drafter
 from ..machine import about
 from ..measure import Costs, measure
 from ..options import check_least
@@ -123,6 +124,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     check_least(args, runs=1, max_tokens=2, time_limit=1)
+    if args.draft_model == "":
+        raise MTPError("--draft-model is empty: give a folder or a repo")
     for temp in args.temps:
         if not 0 <= temp < inf:
             raise MTPError(f"--temps has {temp}, it must be 0 or more")
@@ -138,6 +141,11 @@ def _methods(args: argparse.Namespace, subject: Subject) -> list[Method]:
     methods = [plain()]
     if args.draft_model:
         model, tokenizer = load_model(args.draft_model)
+        if is_drafter(model):
+            raise MTPError(
+                f"--draft-model {args.draft_model} is a drafter of MTP: give it as "
+                "--mtp-assistant, and an ordinary model here"
+            )
         ours = subject.tokenizer
         if ours is None or tokenizer.vocab_size != ours.vocab_size:
             raise MTPError(

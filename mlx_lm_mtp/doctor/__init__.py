@@ -6,6 +6,7 @@ The exit status is 0 if the pair fits, 1 if not.
 
 import argparse
 import json
+import sys
 import time
 from dataclasses import asdict
 from typing import Any
@@ -56,6 +57,9 @@ def main(args: argparse.Namespace) -> int:
         "reasons": fit.reasons,
     }
     if subject is not None:
+        if sys.stderr.isatty():
+            seconds = f"about {args.time_limit:.0f} seconds"
+            print(f"{subject.name} fits; measuring for {seconds}", file=sys.stderr)
         report |= _measured(subject, args)
         report["warnings"] = warnings(report)
     print(json.dumps(report) if args.json else text(report).lstrip())
