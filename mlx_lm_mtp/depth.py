@@ -167,15 +167,11 @@ class Adaptive:
         self.costs.wait(self._rounds)
         self._rounds = 0
         heard, self._heard = self._heard, []
-        judged, stood = [0] * MAX_DRAFTS, [0] * MAX_DRAFTS
         for drafts, accepted, seconds in heard:
             self._time(drafts, accepted, seconds)
-            for most in accepted:
-                for i in range(min(most + 1, drafts)):
-                    judged[i] += 1
-                    stood[i] += i < most
-        for position, *counts in zip(self.positions, stood, judged, strict=True):
-            position.add(*counts)
+            for i, position in enumerate(self.positions[:drafts]):
+                judged = sum(most >= i for most in accepted)
+                position.add(sum(most > i for most in accepted), judged)
 
     def _time(self, drafts: int, accepted: Sequence[int], seconds: float) -> None:
         """Learn what a round cost, and whether that was worth it."""
